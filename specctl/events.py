@@ -1,0 +1,39 @@
+"""What the decoding loop reports: frozen values that streaming, statistics and traces fold over."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["eos", "stop", "length", "context"]
+Closing = Literal["recovered", "bonus"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One target pass: tokens drafted, how many survived, what was emitted.
+
+    `emitted` is the accepted drafts followed by the closing token, cut where a stop was found;
+    a round of plain decoding drafts nothing and its one token closes as "bonus". `num_drafted`
+    and `num_accepted` leave out positions that the cut removed, so that over a whole request
+    accepted tokens plus closing tokens equal new tokens.
+    """
+
+    index: int
+    drafted: tuple[int, ...]
+    num_drafted: int
+    num_accepted: int
+    emitted: tuple[int, ...]
+    closing: Closing | None  # None when a stop cut the closing token off
+    seconds: float
+    draft_seconds: float
+    verify_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The end of a request. `prompt_seconds` is the time of the prompt passes, target and draft."""
+
+    reason: FinishReason
+    prompt_seconds: float
+
+
+Event = Round | Finished

@@ -1,0 +1,1 @@
+"""Models, caches and checkpoints: everything that turns token ids into logits."""

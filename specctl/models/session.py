@@ -1,0 +1,55 @@
+"""What decoding needs from a model, as protocols: any model that can roll its cache back will do.
+
+Shapes: B sequences, T tokens, V vocab, D width. Lengths are absolute and per row, and the sessions
+of this package keep all rows equally long.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What a pass computes.
+
+    logits: [B, N, V] for the last N tokens of the pass (all T unless fewer were asked for).
+    hidden: [B, N, D], the states after the final norm that the logits come from.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Session(Protocol):
+    """A model and its cache for B sequences."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens cached, per row."""
+
+    def extend(self, ids: Tensor, num_logits: int | None = None) -> Forward:
+        """Append ids [B, T] to the cache and return logits for the last `num_logits` (all T if None)."""
+
+    def keep(self, lengths: tuple[int, ...]) -> None:
+        """Roll back: keep the first `lengths` tokens of each row."""
+
+
+class CausalModel(Protocol):
+    """A model that can open sessions."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens that a session can cache."""
+
+    def session(self, batch_size: int = 1) -> Session:
+        """An empty session."""
