@@ -98,11 +98,8 @@ class ScriptedChance:
         pass
 
     def _branch(self, probs: list[float]) -> int:
-        depth = len(self.trail)
-        if depth < len(self._script):
-            choice = self._script[depth]
-        else:
-            choice = next(i for i, p in enumerate(probs) if p > 0)
+        remaining = self._script[len(self.trail) :]
+        choice = remaining[0] if remaining else next(i for i, p in enumerate(probs) if p > 0)
         self.trail.append((choice, probs))
         return choice
 

@@ -45,3 +45,21 @@ def break_even_alpha(k: int, cost_ratio: float, verify_cost: float, overhead: fl
 def best_k(predicted_speedup: Mapping[int, float]) -> int:
     """The K of the largest predicted speedup; the smallest such K on a tie."""
     return min(predicted_speedup, key=lambda k: (-predicted_speedup[k], k))
+
+
+def cause(alpha: float, k: int, cost_ratio: float, verify_cost: float, overhead: float = 0.0) -> str:
+    """Why speculation pays or does not, in a phrase, from alpha, c, v and o alone.
+
+    Where it does not pay, the blame goes to what would help more: perfect agreement or a free draft.
+    """
+    tokens = expected_tokens(alpha, k)
+    predicted = speedup(tokens, k, cost_ratio, verify_cost, overhead)
+    threshold = break_even_alpha(k, cost_ratio, verify_cost, overhead)
+    needed = "no alpha would pay" if threshold is None else f"break-even is {threshold:.2f}"
+    if predicted > 1:
+        return f"pays: alpha {alpha:.2f}, {needed}"
+    by_agreement = expected_tokens(1.0, k) / tokens
+    by_free_draft = (k * cost_ratio + verify_cost + overhead) / (verify_cost + overhead)
+    if by_agreement >= by_free_draft:
+        return f"low agreement: alpha {alpha:.2f}, {needed}"
+    return f"costly draft: a draft step costs {cost_ratio:.2f} target steps, {needed} (alpha {alpha:.2f})"

@@ -169,8 +169,8 @@ class LlamaDecoder:
         self.embedding = backbone.embed_tokens.weight.detach().to(device, dtype)  # [V, D]
         self.layers: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for layer in backbone.layers:
+            assert isinstance(layer, Layer)
             attention, feed_forward = layer.self_attn, layer.mlp
-            assert isinstance(attention, Attention) and isinstance(feed_forward, FeedForward)
             qk = [_pair_up(projection.weight, shape.head_dim) for projection in (attention.q_proj, attention.k_proj)]
             qkv = torch.cat([*qk, attention.v_proj.weight])
             gate_up = torch.cat([feed_forward.gate_proj.weight, feed_forward.up_proj.weight])
@@ -185,7 +185,9 @@ class LlamaDecoder:
         self.norm_weight = backbone.norm.weight.detach().to(device, dtype)
         self.lm_head = lay_out(module.lm_head.weight)  # [D, V]
         # Values turn by 1, so that q, k and v pass through one product: [S, H + 2 Hkv, Hd / 2].
-        table = rotary_table(shape, dtype)[:, None].expand(-1, shape.num_attention_heads + shape.num_key_value_heads, -1)
+        table = rotary_table(shape, dtype)[:, None].expand(
+            -1, shape.num_attention_heads + shape.num_key_value_heads, -1
+        )
         still = torch.ones_like(table[:, : shape.num_key_value_heads])
         self.rotary = torch.cat([table, still], dim=1).to(device).contiguous()
 

@@ -1,0 +1,42 @@
+PYTHON ?= python3
+CONFIG ?= configs/tiny.yaml
+# More flags for installing torch, for example an --index-url that has a CPU-only build.
+TORCH_FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check test bench clean
+
+help: ## list what make can do
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) ## create .venv and install specctl and its tools, at pinned versions
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specctl needs Python 3.11 or later; set PYTHON")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH_FLAGS) -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup ## train a target and its drafts, print the K sweep and the break-it table
+	$(BIN)/specctl sweep-k -c $(CONFIG)
+	$(BIN)/specctl break-it -c $(CONFIG)
+
+check: setup ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: setup ## the test suite
+	$(BIN)/python -m pytest
+
+bench: setup ## benchmarks over the public API, as JSON
+	$(BIN)/python -m benchmarks.decoding
+
+clean: ## remove runs and caches (the environment stays)
+	rm -rf runs build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,170 @@
+"""The decoding loops, as generators of events: `plain`, the baseline, and `speculative`.
+
+Both keep one invariant: between rounds the target has cached everything but the last committed
+token. They know nothing about text, seeds, models' insides or what a drafter does.
+Sources: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
+
+Shapes: K drafted, V vocab.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from specctl.acceptance import Proposal, Verdict, token_rule
+from specctl.chance import Chance
+from specctl.drafters.base import Drafter
+from specctl.errors import NumericalError
+from specctl.events import Event, Finished, Round
+from specctl.models.session import CausalModel, Forward, Session
+from specctl.sampling import History, SamplingLaw
+from specctl.stopping import Stopping, StopRules
+
+Rule = Callable[[Tensor, Proposal, Chance], Verdict]
+
+_CPU = torch.device("cpu")
+
+
+@torch.inference_mode()
+def plain(
+    target: CausalModel,
+    prompt: Sequence[int],
+    *,
+    law: SamplingLaw,
+    chance: Chance,
+    stop: StopRules,
+    device: torch.device = _CPU,
+) -> Iterator[Event]:
+    """Autoregressive decoding with a KV cache: one token a round, drawn from the target's law.
+
+    Yields a Round per token, then Finished. Raises UsageError for a prompt that is empty or fills
+    the context, NumericalError when the target's probabilities are not finite.
+    """
+    stopping = Stopping(stop, len(prompt), target.context_length)
+    token_ids = list(prompt)
+    started = perf_counter()
+    session, _ = _read_prompt(target, token_ids, device)
+    prompt_seconds = perf_counter() - started
+    index = 0
+    feed = torch.tensor([token_ids[-1:]], device=device)
+    while stopping.reason is None:
+        started = perf_counter()
+        chance.begin_round(index)
+        logits = session.extend(feed).logits[0, -1]  # [V]
+        p = law.probs(logits, History(token_ids=token_ids, prompt_length=len(prompt)))
+        drawn = chance.draw(p)
+        feed = drawn.view(1, 1)
+        token_id, health = torch.cat((drawn.double(), p.sum().double().view(1))).tolist()
+        if health != health:
+            raise _not_finite(target.name, index)
+        emitted = tuple(stopping.keep([int(token_id)]))
+        token_ids += emitted
+        yield _round(index, emitted, perf_counter() - started)
+        index += 1
+    yield Finished(reason=stopping.reason, prompt_seconds=prompt_seconds)
+
+
+@torch.inference_mode()
+def speculative(
+    target: CausalModel,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    *,
+    num_speculative_tokens: int,
+    law: SamplingLaw,
+    chance: Chance,
+    stop: StopRules,
+    rule: Rule = token_rule,
+    device: torch.device = _CPU,
+) -> Iterator[Event]:
+    """Speculative decoding: the same law as `plain`, in fewer target passes.
+
+    Yields a Round per target pass, then Finished. A round drafts at most what the budget leaves, so
+    nothing is computed beyond it. Raises as `plain` does, naming the draft where it is the cause.
+    """
+    stopping = Stopping(stop, len(prompt), target.context_length)
+    token_ids = list(prompt)
+    started = perf_counter()
+    session, forward = _read_prompt(target, token_ids, device)
+    drafter.begin(token_ids, forward)
+    prompt_seconds = perf_counter() - started
+    index = 0
+    while stopping.reason is None:
+        started = perf_counter()
+        chance.begin_round(index)
+        # 1. Draft: at most K tokens, one fewer than may be emitted, since the round adds its own.
+        limit = min(num_speculative_tokens, stopping.remaining - 1)
+        history = History(token_ids=token_ids, prompt_length=len(prompt))
+        proposal = drafter.propose(history, limit, law, chance)
+        drafted_at = perf_counter()
+        # 2. Verify: one pass over the last committed token and the drafts gives p for K + 1 positions.
+        last = torch.tensor(token_ids[-1:], device=device)
+        forward = session.extend(torch.cat((last, proposal.ids))[None])
+        history = History(token_ids=token_ids, prompt_length=len(prompt), drafted=proposal.ids.split(1))
+        p = law.probs(forward.logits[0], history)  # [K + 1, V]
+        verified_at = perf_counter()
+        # 3. Judge, and bring everything to the host in one transfer.
+        verdict = rule(p, proposal, chance)
+        num_accepted, closing, health, *drafted = _to_host(verdict, proposal.ids)
+        if health != health:
+            raise _not_finite(target.name if p.isnan().any() else drafter.name, index)
+        # 4. Commit what the stops let through, and roll the caches back to it.
+        accepted = [int(token_id) for token_id in drafted[: int(num_accepted)]]
+        emitted = tuple(stopping.keep([*accepted, int(closing)]))
+        session.keep((len(token_ids) + len(accepted),))
+        cut = len(emitted) <= len(accepted)  # a stop among the accepted drafts
+        yet_to_come = len(drafted) - len(accepted)
+        token_ids += emitted
+        round_ = Round(
+            index=index,
+            drafted=tuple(int(token_id) for token_id in drafted),
+            num_drafted=len(emitted) if cut else len(drafted),
+            num_accepted=len(emitted) if cut else len(accepted),
+            emitted=emitted,
+            closing=None if cut else ("recovered" if yet_to_come else "bonus"),
+            seconds=perf_counter() - started,
+            draft_seconds=drafted_at - started,
+            verify_seconds=verified_at - drafted_at,
+        )
+        drafter.observe(round_, forward)
+        yield round_
+        index += 1
+    yield Finished(reason=stopping.reason, prompt_seconds=prompt_seconds)
+
+
+def _read_prompt(target: CausalModel, token_ids: list[int], device: torch.device) -> tuple[Session, Forward | None]:
+    session = target.session()
+    if len(token_ids) == 1:
+        return session, None
+    return session, session.extend(torch.tensor([token_ids[:-1]], device=device), num_logits=1)
+
+
+def _round(index: int, emitted: tuple[int, ...], seconds: float) -> Round:
+    """A round of plain decoding: nothing drafted, the target's own token as its bonus."""
+    return Round(
+        index=index,
+        drafted=(),
+        num_drafted=0,
+        num_accepted=0,
+        emitted=emitted,
+        closing="bonus",
+        seconds=seconds,
+        draft_seconds=0.0,
+        verify_seconds=seconds,
+    )
+
+
+def _to_host(verdict: Verdict, ids: Tensor) -> list[float]:
+    """num_accepted, closing, health and the drafted ids in one device-to-host transfer."""
+    scalars = (verdict.num_accepted.view(1), verdict.closing, verdict.health.view(1), ids)
+    values: list[float] = torch.cat([part.double() for part in scalars]).tolist()
+    return values
+
+
+def _not_finite(name: str, index: int) -> NumericalError:
+    return NumericalError(
+        f"{name} produced NaN or infinite logits at round {index}; the checkpoint or its dtype is at fault: "
+        "train it again or try runtime.dtype float32"
+    )

@@ -1,0 +1,64 @@
+"""What a drafter is, and the two shapes a proposal takes.
+
+Shapes: K drafted, V vocab. Knows nothing about the rule that judges a proposal.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specctl.acceptance import Proposal
+from specctl.chance import Chance
+from specctl.events import Round
+from specctl.models.session import Forward
+from specctl.sampling import History, SamplingLaw
+
+
+class Drafter(Protocol):
+    """Drafts tokens for one request at a time.
+
+    `begin` forgets the last request and reads the prompt (all but its last token); `forward` is the
+    target's pass over the same tokens, None for a prompt of one token. `propose` drafts at most
+    `limit` tokens after the committed ones in `history`; fewer, or none, is always allowed as long
+    as that is not decided by the value of a token that was drawn and is then withheld. `observe`
+    hears what became of them, with the target's pass over [last committed, drafted...].
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def begin(self, prompt: Sequence[int], forward: Forward | None) -> None: ...
+
+    def propose(self, history: History, limit: int, law: SamplingLaw, chance: Chance) -> Proposal: ...
+
+    def observe(self, round_: Round, forward: Forward) -> None: ...
+
+
+class DenseProposal:
+    """Tokens drawn from full distributions. ids: [K] int64; q: [K + 1, V], the last row zero."""
+
+    def __init__(self, ids: Tensor, q: Tensor) -> None:
+        self.ids, self._q = ids, q
+
+    def at(self, ids: Tensor) -> Tensor:
+        return self._q[:-1].gather(1, ids[:, None])[:, 0]
+
+    def row(self, position: Tensor) -> Tensor:
+        return self._q.index_select(0, position.view(1))[0]
+
+
+class PointProposal:
+    """Tokens proposed with certainty: q is 1 at the token itself. ids: [K] int64."""
+
+    def __init__(self, ids: Tensor, vocab_size: int) -> None:
+        self.ids, self._vocab_size = ids, vocab_size
+
+    def at(self, ids: Tensor) -> Tensor:
+        return (ids == self.ids).to(torch.float32)
+
+    def row(self, position: Tensor) -> Tensor:
+        nothing = self.ids.new_full((1,), -1)
+        token = torch.cat((self.ids, nothing)).index_select(0, position.view(1))
+        return (torch.arange(self._vocab_size, device=token.device) == token).to(torch.float32)

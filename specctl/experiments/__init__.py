@@ -1,0 +1,1 @@
+"""Experiments: values in, values out. Nothing here prints."""

@@ -1,0 +1,131 @@
+"""Where a run's files lie: atomic writes, JSON, fingerprints.
+
+Every write goes to a temporary file in the same folder and is renamed once it is on disk, so that a
+reader sees the old file or the new one. Knows nothing about models, text or configs.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from specctl.errors import SpecctlError, UsageError
+
+
+@contextlib.contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """Yield a binary file that becomes `path` when the block ends well, and vanishes when it does not.
+
+    Raises SpecctlError, naming the path and the cause, where the disk refuses.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise SpecctlError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write `data` to `path`, whole or not at all; SpecctlError where the disk refuses."""
+    with atomic_writer(path) as file:
+        file.write(data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON for people to read: indented, UTF-8, ending in a newline."""
+    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; UsageError, naming the file, where it is missing or broken."""
+    try:
+        return json.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:  # broken JSON or broken UTF-8
+        raise UsageError(f"{path} is not valid JSON ({error}): it may be truncated or not a JSON file") from error
+
+
+def fingerprint(value: Any) -> str:
+    """Return 16 hex digits that depend on the content of a JSON value, not on the order of its keys."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()[:16]
+
+
+def ensure_writable(folder: Path) -> None:
+    """Make `folder` and prove, by writing, that files can be made in it; UsageError naming it if not."""
+    probe = folder / f".probe.{secrets.token_hex(4)}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"cannot write in folder {folder}: {error.strerror or error}; choose another run_dir"
+        ) from error
+
+
+RECIPE = "recipe.json"
+
+
+@contextlib.contextmanager
+def replacing(folder: Path, recipe: dict[str, Any], *, keep_previous: bool = False) -> Iterator[Path]:
+    """Yield an empty folder that takes `folder`'s place, recipe and all, when the block ends well.
+
+    With `keep_previous` the folder that stood there becomes `NAME.previous`, else it is removed. A
+    process killed at any moment leaves the old folder, the new one, or (between two renames) none
+    under this name, never a mixture.
+    """
+    new, previous = folder.with_name(f".{folder.name}.new"), folder.with_name(f"{folder.name}.previous")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        write_json(new / RECIPE, recipe)
+        if folder.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            folder.rename(previous)
+        new.rename(folder)
+        if not keep_previous:
+            shutil.rmtree(previous, ignore_errors=True)
+    except OSError as error:
+        raise SpecctlError(f"cannot write {folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def read_recipe(folder: Path) -> dict[str, Any] | None:
+    """What `folder` was made from, None where nothing whole lies there."""
+    path = folder / RECIPE
+    return read_json(path) if path.is_file() else None
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:
+    """One phrase for each field that differs, such as "training.steps was 100, is 200"."""
+    wanted = json.loads(json.dumps(wanted))  # tuples become lists, as they did on disk
+    phrases: list[str] = []
+    for key in sorted({*found, *wanted}):
+        before, after = found.get(key), wanted.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            phrases += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            phrases.append(f"{prefix}{key} was {_short(before)}, is {_short(after)}")
+    return phrases
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 20 else f"{text[:8]}..."

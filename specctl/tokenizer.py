@@ -1,0 +1,228 @@
+"""Text to token ids and back: a byte-level BPE, lossless on any text.
+
+A thin wrapper around the `tokenizers` library (Hugging Face), saved as a folder's `tokenizer.json`, which
+transformers and vLLM load as it is. Knows nothing about models or corpora. Text never turns into a special
+token: a literal "<|endoftext|>" in a document is encoded as the ordinary bytes that it is.
+"""
+
+import codecs
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specctl.errors import UsageError
+from specctl.run_folder import read_json, write_atomic, write_json
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
+KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
+
+
+class Tokenizer:
+    """A vocabulary and its merges; make one with `train` or `load`."""
+
+    def __init__(self, backend: "tokenizers.Tokenizer", end_token: str | None) -> None:
+        backend.encode_special_tokens = True  # not kept in tokenizer.json, hence set on every way in
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._end_token = end_token
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int, progress: bool = False) -> "Tokenizer":
+        """Learn at most `vocab_size` entries from `texts`; 257 means bytes and the end-of-text token.
+
+        A short text may hold fewer merges than were asked for: `vocab_size` of the result tells.
+        Raises UsageError below 257.
+        """
+        if vocab_size < SMALLEST_VOCABULARY:
+            smallest = f"{SMALLEST_VOCABULARY} (bytes and {END_OF_TEXT})"
+            raise UsageError(f"tokenizer.vocab_size is {vocab_size}: it must be {smallest} or more")
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        backend = Backend(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=progress,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend, END_OF_TEXT)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read a checkpoint folder's tokenizer.json; UsageError, naming the file, if missing or broken."""
+        from tokenizers import Tokenizer as Backend
+
+        path = folder / "tokenizer.json"
+        try:
+            backend = Backend.from_str(path.read_bytes().decode("utf-8"))
+        except OSError as error:
+            raise UsageError(f"cannot read tokenizer {path}: {error.strerror or error}") from error
+        except Exception as error:  # the library raises plain Exception for everything that it cannot parse
+            raise UsageError(f"{path} is not a tokenizer ({error}): it may be truncated or foreign") from error
+        return cls(backend, _find_end_token(folder, backend))
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, each atomically."""
+        write_atomic(folder / "tokenizer.json", self._backend.to_str(pretty=True).encode("utf-8"))
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,  # or decoding would turn " ," into ","
+        }
+        if self._end_token is not None:
+            config["eos_token"] = self._end_token
+        write_json(folder / "tokenizer_config.json", config)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, without any special token."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of each text; the texts are shared out over the CPU cores."""
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`: special tokens are skipped, incomplete characters become U+FFFD."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """Entries, the special ones included: ids run from 0 to vocab_size - 1."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that stands between documents and ends a generation; None where the vocabulary has none."""
+        if self._end_token is None:
+            return None
+        token_id: int | None = self._backend.token_to_id(self._end_token)
+        return token_id
+
+    def fingerprint(self) -> str:
+        """Return the sha256, in hex, of what every id and every merge means; file formatting does not matter."""
+        canonical = json.dumps([sorted(self._tokens.items()), self._merges], separators=(",", ":"))
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+    def first_difference(self, other: "Tokenizer") -> str | None:
+        """Name the first id or merge in which two tokenizers differ, or None where they agree."""
+        for token_id in sorted(self._tokens.keys() | other._tokens.keys()):
+            mine, theirs = self._tokens.get(token_id), other._tokens.get(token_id)
+            if mine != theirs:
+                return f"token {token_id} is {_shown(mine)} in one and {_shown(theirs)} in the other"
+        for index in range(max(len(self._merges), len(other._merges))):
+            mine, theirs = (_shown_merge(merges, index) for merges in (self._merges, other._merges))
+            if mine != theirs:
+                return f"merge {index} is {mine} in one and {theirs} in the other"
+        return None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a byte-level token adds to the text: none for special and unknown ids."""
+        if token_id in self._special_ids or token_id not in self._tokens:
+            return b""
+        token = self._tokens[token_id]
+        try:
+            return bytes(_bytes_by_character()[character] for character in token)
+        except KeyError:  # an added token: its text stands for itself
+            return token.encode("utf-8")
+
+    @functools.cached_property
+    def is_byte_level(self) -> bool:
+        """Whether each token stands for fixed bytes (ours do; a SentencePiece vocabulary does not)."""
+        decoder = json.loads(self._backend.to_str()).get("decoder")
+        return decoder is not None and decoder["type"] == "ByteLevel"
+
+    @functools.cached_property
+    def _tokens(self) -> dict[int, str]:
+        return {token_id: token for token, token_id in self._backend.get_vocab(with_added_tokens=True).items()}
+
+    @functools.cached_property
+    def _merges(self) -> list[list[str]]:
+        merges = json.loads(self._backend.to_str())["model"].get("merges", [])
+        return [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in merges]
+
+    @functools.cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+class TextStream:
+    """Turns ids that arrive in pieces into text, never half a character.
+
+    The pieces joined equal `tokenizer.decode` of all the ids. At most three bytes are held back. (A vocabulary that
+    is not byte-level is decoded afresh at each push, and a tail of U+FFFD held back: it may be the start of a
+    character. Only where its output really ends mid-character may the marks for the broken tail differ.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._ids: list[int] = []  # only for vocabularies that are not byte-level
+        self._num_shown = 0  # characters, likewise
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take the next ids and return the text that they complete, which may be empty."""
+        if self._tokenizer.is_byte_level:
+            return self._bytes.decode(b"".join(self._tokenizer.token_bytes(token_id) for token_id in ids))
+        self._ids.extend(ids)
+        text = self._tokenizer.decode(self._ids)
+        return self._show(text.rstrip("\ufffd"))
+
+    def finish(self) -> str:
+        """Return what is still held back: U+FFFD for a character that never came to its end."""
+        if self._tokenizer.is_byte_level:
+            return self._bytes.decode(b"", final=True)
+        return self._show(self._tokenizer.decode(self._ids))
+
+    def _show(self, text: str) -> str:
+        piece = text[self._num_shown :]
+        self._num_shown = max(self._num_shown, len(text))
+        return piece
+
+
+def _find_end_token(folder: Path, backend: "tokenizers.Tokenizer") -> str | None:
+    """Return the end-of-text token that the folder names, or else the first known one in the vocabulary."""
+    candidates: list[str] = []
+    config_path = folder / "tokenizer_config.json"
+    if config_path.exists():
+        config = read_json(config_path)
+        named = config.get("eos_token") if isinstance(config, dict) else None
+        if isinstance(named, dict):  # an AddedToken written out
+            named = named.get("content")
+        if isinstance(named, str):
+            candidates.append(named)
+    return next((token for token in (*candidates, *KNOWN_ENDS) if backend.token_to_id(token) is not None), None)
+
+
+def _shown(token: str | None) -> str:
+    return "missing" if token is None else repr(token)
+
+
+def _shown_merge(merges: list[list[str]], index: int) -> str:
+    return " + ".join(map(repr, merges[index])) if index < len(merges) else "missing"
+
+
+@functools.cache
+def _bytes_by_character() -> dict[str, int]:
+    """Map the characters of a byte-level vocabulary to the bytes that they stand for (GPT-2's table).
+
+    Printable bytes stand for themselves; the others, in order, for the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return table
