@@ -23,6 +23,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup ## train a target and its drafts, print the K sweep and the break-it table
+	$(BIN)/specctl train-target -c $(CONFIG)
+	$(BIN)/specctl train-draft -c $(CONFIG)
+	$(BIN)/specctl train-draft -c $(CONFIG) --drafter aligned
+	$(BIN)/specctl train-mismatched -c $(CONFIG)
 	$(BIN)/specctl sweep-k -c $(CONFIG)
 	$(BIN)/specctl break-it -c $(CONFIG)
 

@@ -17,6 +17,7 @@ Result = TypeVar("Result")
 
 _UNIFORMS_PER_ROUND = 128  # K draws, K tests and a closing draw, for K up to 63
 _ROUNDS_PER_BLOCK = 64
+_LARGEST_UNIFORM = 1 - 2**-53
 
 
 class Chance(acceptance.Chance, Protocol):
@@ -79,7 +80,7 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[-1:]
-    threshold = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    threshold = uniform.clamp(max=_LARGEST_UNIFORM) * total  # rounds to less than the total
     return torch.searchsorted(cumulative, threshold, right=True).clamp_(max=len(weights) - 1)
 
 

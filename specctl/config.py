@@ -6,7 +6,7 @@ an unknown key, the nearest valid one. Knows nothing about what the values are u
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -130,27 +130,39 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _names_resolve(self) -> "RunConfig":
-        problems: list[str] = []
-
-        def check(path: str, name: str | None, known: Sequence[str], what: str) -> None:
-            if name is not None and name not in known:
-                problems.append(f"{path}: no {what} is named {name!r}{_nearest(name, known)}")
-
-        corpora, drafters = list(self.corpora), list(self.drafters)
-        check("tokenizer.corpus", self.tokenizer.corpus, corpora, "corpus")
-        check("target.corpus", self.target.corpus, corpora, "corpus")
-        check("decoding.drafter", self.decoding.drafter, [*drafters, "none"], "drafter")
-        for name, drafter in self.drafters.items():
-            check(f"drafters.{name}.corpus", drafter.corpus, corpora, "corpus")
-            if name in ("none", "baseline"):
-                problems.append(f"drafters.{name}: the name is taken by plain decoding; choose another")
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-                problems.append(f"drafters.{name}: a name may hold letters, digits, '_', '.' and '-'")
-        if self.target.corpus is None:
-            problems.append("target.corpus: needed (prompts come from it, also where target.path is given)")
+        problems = _name_problems(self.model_dump())
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+
+def _name_problems(tree: dict[str, Any]) -> list[str]:
+    """What is wrong with the names in a run file, whole or, beside other errors, as it was written."""
+
+    def section(parent: Any, name: str) -> dict[str, Any]:
+        found = parent.get(name) if isinstance(parent, dict) else None
+        return found if isinstance(found, dict) else {}
+
+    problems: list[str] = []
+
+    def check(path: str, name: Any, known: Sequence[str], what: str) -> None:
+        if isinstance(name, str) and name not in known:
+            problems.append(f"{path}: no {what} is named {name!r}{_nearest(name, known)}")
+
+    corpora, drafters = [str(name) for name in section(tree, "corpora")], section(tree, "drafters")
+    drafter = section(tree, "decoding").get("drafter", DecodingConfig().drafter)
+    check("tokenizer.corpus", section(tree, "tokenizer").get("corpus"), corpora, "corpus")
+    check("target.corpus", section(tree, "target").get("corpus"), corpora, "corpus")
+    check("decoding.drafter", drafter, [*map(str, drafters), "none"], "drafter")
+    for name in map(str, drafters):
+        check(f"drafters.{name}.corpus", section(drafters, name).get("corpus"), corpora, "corpus")
+        if name in ("none", "baseline"):
+            problems.append(f"drafters.{name}: the name is taken by plain decoding; choose another")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            problems.append(f"drafters.{name}: a name may hold letters, digits, '_', '.' and '-'")
+    if section(tree, "target").get("corpus") is None:
+        problems.append("target.corpus: needed (prompts come from it, also where target.path is given)")
+    return problems
 
 
 def default_config_path() -> Path:
@@ -184,7 +196,9 @@ def load_config(path: Path, overrides: Sequence[str] = (), values: dict[str, Any
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        lines = [line for detail in error.errors() for line in _describe(dict(detail), tree)]
+        lines = [line for detail in error.errors() for line in _describe(dict(detail))]
+        if not any(detail["loc"] == () for detail in error.errors()):  # pydantic looks at names only where the rest is
+            lines += _name_problems(tree)
         raise UsageError(f"config {path}:\n" + "\n".join(f"  - {line}" for line in lines)) from None
 
 
@@ -233,11 +247,11 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     node[field] = value
 
 
-def _describe(detail: dict[str, Any], tree: Any) -> list[str]:
+def _describe(detail: dict[str, Any]) -> list[str]:
     location = [str(part) for part in detail["loc"]]
     path = ".".join(location)
     if detail["type"] == "extra_forbidden":
-        return [f"{path}: unknown key{_nearest(location[-1], _fields_at(location[:-1]))}"]
+        return [f"{path}: unknown key{_nearest_key(location)}"]
     if detail["type"] == "missing":
         return [f"{path}: needed, and not given"]
     if detail["type"] == "value_error":
@@ -261,8 +275,47 @@ def _fields_at(location: Sequence[str]) -> list[str]:
     return list(section.model_fields)
 
 
+def _nearest_key(location: Sequence[str]) -> str:
+    """A hint for an unknown key: where a field of that name is at home, or else the nearest name in its section."""
+    *section, name = location
+    known = _fields_at(section)
+    paths = list(_field_paths(RunConfig, ()))
+    wanted = [name]
+    if all(path[-1] != name for path in paths) and not difflib.get_close_matches(name, known, n=1, cutoff=0.5):
+        wanted = difflib.get_close_matches(name, [path[-1] for path in paths], n=1, cutoff=0.8)
+    homes = [path for path in paths if path[-1] in wanted]
+    if not homes:
+        return _nearest(name, known)
+    home = max(homes, key=lambda path: _num_shared(path, section))
+    return f"; did you mean {'.'.join(_filled_in(home, section))!r}?"
+
+
+def _field_paths(section: type[Section], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Every field's path; NAME stands for the names of corpora and drafters."""
+    for name, field in section.model_fields.items():
+        if section is RunConfig and name in ("corpora", "drafters"):
+            named: type[Section] = CorpusConfig if name == "corpora" else DrafterConfig
+            yield from _field_paths(named, (*path, name, "NAME"))
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _field_paths(field.annotation, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def _num_shared(path: Sequence[str], section: Sequence[str]) -> int:
+    shared = [mine in (theirs, "NAME") for mine, theirs in zip(path, section, strict=False)]
+    return (*shared, False).index(False)
+
+
+def _filled_in(path: Sequence[str], section: Sequence[str]) -> list[str]:
+    """The path with NAME replaced where the section gives it."""
+    if path[1:2] == ("NAME",) and section[:1] == [path[0]] and len(section) > 1:
+        return [path[0], section[1], *path[2:]]
+    return list(path)
+
+
 def _nearest(name: str, known: Sequence[str]) -> str:
-    """A hint: the nearest known name, or, for a field, the section that has one of that name."""
+    """A hint: the nearest known name, or all of them."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]!r}?"

@@ -8,6 +8,7 @@ import codecs
 import fnmatch
 import hashlib
 import io
+import os
 import re
 import sysconfig
 import tokenize
@@ -171,12 +172,9 @@ def _stdlib_folder() -> Path:
 def _walk(root: Path, patterns: Sequence[str]) -> list[Path]:
     """Return the files below the standard library's root that match, sorted, without tests and packages."""
     found = []
-    for path in root.rglob("*"):
-        relative = path.relative_to(root)
-        if any(_matches(part, SKIPPED_FOLDERS) for part in relative.parts[:-1]):
-            continue
-        if _matches(path.name, patterns) and path.is_file():
-            found.append(path)
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not _matches(name, SKIPPED_FOLDERS)]  # not entered at all
+        found += [Path(folder, name) for name in names if _matches(name, patterns)]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 

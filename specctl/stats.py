@@ -78,7 +78,7 @@ class Stats:
 
     def figures(self) -> dict[str, Any]:
         """Every figure by its public name; None where it does not exist."""
-        names = ("num_new_tokens", "num_rounds", "num_drafted", "num_accepted", "acceptance_rate")
+        names: tuple[str, ...] = ("num_new_tokens", "num_rounds", "num_drafted", "num_accepted", "acceptance_rate")
         names += ("conditional_acceptance", "mean_acceptance_length", "tokens_per_second", "seconds", "prompt_seconds")
         return {name: getattr(self, name) for name in names}
 

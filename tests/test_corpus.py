@@ -42,7 +42,7 @@ def test_bad_byte_names_file_and_offset(tmp_path: Path, mark: bytes) -> None:
 
 
 def test_missing_and_textless_paths_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nowhere"):
+    with pytest.raises(UsageError, match=r"nowhere"):
         read(tmp_path / "nowhere")
     (tmp_path / "picture.png").write_bytes(b"")
     with pytest.raises(UsageError, match=tmp_path.name):
@@ -127,9 +127,9 @@ def test_broken_token_ids_name_the_file(tmp_path: Path) -> None:
     for content in (None, b"", b"garbage", b"\x93NUMPY\x01\x00"):
         if content is not None:
             path.write_bytes(content)
-        with pytest.raises(UsageError, match="code.train.npy"):
+        with pytest.raises(UsageError, match=r"code.train.npy"):
             load_token_ids(path)
     np.save(path, np.arange(6, dtype=np.uint16))
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(UsageError, match="code.train.npy"):
+    with pytest.raises(UsageError, match=r"code.train.npy"):
         load_token_ids(path)

@@ -37,9 +37,9 @@ def test_failed_write_leaves_the_old_file_and_no_rest(tmp_path: Path) -> None:
 def test_refused_write_names_the_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     path = tmp_path / "file" / "below.json"
-    with pytest.raises(SpecctlError, match="below.json"):
+    with pytest.raises(SpecctlError, match=r"below.json"):
         write_atomic(path, b"")
-    with pytest.raises(UsageError, match="file"):
+    with pytest.raises(UsageError, match=r"file"):
         ensure_writable(tmp_path / "file" / "folder")
 
 
@@ -53,7 +53,7 @@ def test_broken_json_names_the_file(tmp_path: Path, content: bytes | None) -> No
     path = tmp_path / "config.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UsageError, match="config.json"):
+    with pytest.raises(UsageError, match=r"config.json"):
         read_json(path)
 
 

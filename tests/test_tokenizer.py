@@ -104,13 +104,13 @@ def test_loaded_tokenizer_equals_the_saved(tokenizer: Tokenizer, tmp_path: Path)
 
 
 def test_broken_folders_name_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="tokenizer.json"):
+    with pytest.raises(UsageError, match=r"tokenizer.json"):
         Tokenizer.load(tmp_path)
     tokenizer.save(tmp_path)
     path = tmp_path / "tokenizer.json"
     for content in (path.read_bytes()[:1000], b"", b"\xff", b"{}"):
         path.write_bytes(content)
-        with pytest.raises(UsageError, match="tokenizer.json"):
+        with pytest.raises(UsageError, match=r"tokenizer.json"):
             Tokenizer.load(tmp_path)
 
 

@@ -29,6 +29,7 @@ class KVCache:
     ) -> None:
         shape = (batch_size, 2 * num_key_value_heads, capacity, head_dim)
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._halves = [layer.chunk(2, dim=1) for layer in self.layers]
         self.batch_size, self.capacity = batch_size, capacity
         self.length = 0
 
@@ -42,7 +43,7 @@ class KVCache:
 
     def layer(self, index: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values up to position `end`, each a view [B, Hkv, end, Hd]."""
-        keys, values = self.layers[index].chunk(2, dim=1)
+        keys, values = self._halves[index]
         return keys[:, :, :end], values[:, :, :end]
 
     def keep(self, lengths: tuple[int, ...]) -> None:

@@ -1,0 +1,1 @@
+"""What `make bench` runs: small scripts over the public API, JSON on stdout."""
