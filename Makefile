@@ -36,7 +36,7 @@ check: setup ## lint, format and types
 	$(BIN)/mypy
 
 test: setup ## the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 bench: setup ## benchmarks over the public API, as JSON
 	$(BIN)/python -m benchmarks.decoding

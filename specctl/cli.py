@@ -5,6 +5,7 @@ that `specctl --help` is instant.
 """
 
 import contextlib
+import io
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,6 +245,9 @@ def callback(
 
 def main() -> None:
     """Run the command line; a person's mistake is one message on stderr and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a character shows its code
     try:
         app()
     except SpecctlError as error:
@@ -254,4 +258,7 @@ def main() -> None:
         print("specctl: interrupted; nothing was saved", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
+        sys.exit(1)
+    except OSError as error:
+        print(f"specctl: {error}", file=sys.stderr)
         sys.exit(1)

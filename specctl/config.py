@@ -241,9 +241,9 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     node = tree
     for name in sections:
         child = node.get(name)
-        if not isinstance(child, dict):
-            child = node[name] = {}
-        node = child
+        # A copy: YAML anchors make several sections one object, and only this one is meant.
+        node[name] = dict(child) if isinstance(child, dict) else {}
+        node = node[name]
     node[field] = value
 
 
@@ -280,6 +280,8 @@ def _nearest_key(location: Sequence[str]) -> str:
     *section, name = location
     known = _fields_at(section)
     paths = list(_field_paths(RunConfig, ()))
+    if difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+        return _nearest(name, known)
     wanted = [name]
     if all(path[-1] != name for path in paths) and not difflib.get_close_matches(name, known, n=1, cutoff=0.5):
         wanted = difflib.get_close_matches(name, [path[-1] for path in paths], n=1, cutoff=0.8)

@@ -39,7 +39,7 @@ class SamplingLaw:
     def probs(self, logits: Tensor, history: History) -> Tensor:
         """Probabilities [..., V] for logits [..., V], in float32 or, for float64 logits, float64.
 
-        A row with a NaN or +inf logit comes out with NaN in it at any temperature: decoding checks
+        A row with a NaN or +inf logit comes out all NaN at any temperature: decoding checks
         for it once a round. `history` is what penalties will read; this law does not depend on it.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -47,7 +47,8 @@ class SamplingLaw:
             return _one_hot_at_maximum(logits)
         if self.temperature != 1:
             # Shifting first keeps tiny temperatures finite: (l - max) / T is 0 or goes to -inf.
-            logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+            temperature = max(self.temperature, torch.finfo(logits.dtype).tiny)
+            logits = (logits - logits.amax(-1, keepdim=True)) / temperature
         if 0 < self.top_k < logits.shape[-1]:
             threshold = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < threshold, -torch.inf)
@@ -56,5 +57,5 @@ class SamplingLaw:
 
 def _one_hot_at_maximum(logits: Tensor) -> Tensor:
     maximum, index = logits.max(-1, keepdim=True)
-    one = maximum - maximum + 1  # 1, or NaN where the maximum is NaN or infinite
-    return torch.zeros_like(logits).scatter_(-1, index, one)
+    nothing = maximum - maximum  # 0, or NaN where the maximum is NaN or infinite
+    return nothing.expand_as(logits).scatter(-1, index, nothing + 1)

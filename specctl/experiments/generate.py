@@ -8,6 +8,7 @@ from specctl.errors import UsageError
 from specctl.events import FinishReason, Round
 from specctl.experiments.pair import Pair
 from specctl.stats import Stats
+from specctl.stopping import Stopping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +27,16 @@ class Generation:
 def generate(pair: Pair, on_start: Callable[[], None], on_round: Callable[[Round], None]) -> Generation:
     """Continue `decoding.prompt`; `on_start` is called once all is ready, `on_round` as each round happens."""
     decoding, tokenizer = pair.config.decoding, pair.artefacts.tokenizer
+    try:
+        decoding.prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError("the prompt is not valid UTF-8; check the terminal's encoding") from None
     prompt = tokenizer.encode(decoding.prompt)
     if not prompt:
         raise UsageError("the prompt is empty; give at least one character with --prompt")
     k = 0 if decoding.drafter == "none" else decoding.num_speculative_tokens
     stats, token_ids = Stats(), list[int]()
+    Stopping(pair.stop_rules(), len(prompt), pair.target.context_length)  # refuses before anything is shown
     pair.prepare([decoding.drafter])
     on_start()
     for event in pair.events(prompt, drafter=decoding.drafter, k=k):

@@ -13,6 +13,7 @@ import torch
 from specctl.acceptance import token_rule
 from specctl.chance import SeededChance
 from specctl.drafters.base import DenseProposal
+from specctl.errors import UsageError
 from specctl.experiments.pair import Pair
 from specctl.models.llama import LlamaDecoder
 from specctl.sampling import History
@@ -36,11 +37,19 @@ class Costs:
 
 
 def measure_costs(pair: Pair, drafter: str, ks: Iterable[int]) -> Costs:
-    """Time the parts of a round, interleaved so that the machine's drift meets all alike; medians."""
+    """Time the parts of a round, interleaved so that the machine's drift meets all alike; medians.
+
+    Raises UsageError where the context does not hold the rows of the largest K.
+    """
     ks = sorted(k for k in set(ks) if k > 0)
-    parts: dict[object, Callable[[], object]] = {"target": _step(pair, pair.target, draw=True)}
-    parts["draft"] = _step(pair, pair.draft(drafter), draw=True)
-    parts |= {("rows", k + 1): _step(pair, pair.target, rows=k + 1) for k in ks}
+    target, draft = pair.target, pair.draft(drafter)
+    context = min(target.context_length, draft.context_length)
+    cached = min(_CACHED_TOKENS, context - max(ks, default=0) - 1)
+    if cached < 1:
+        raise UsageError(f"K = {ks[-1]} does not fit into a context of {context} tokens; lower K")
+    parts: dict[object, Callable[[], object]] = {"target": _step(pair, target, cached, draw=True)}
+    parts["draft"] = _step(pair, draft, cached, draw=True)
+    parts |= {("rows", k + 1): _step(pair, target, cached, rows=k + 1) for k in ks}
     parts |= {("rule", k): _judge(pair, k) for k in ks}
     times: dict[object, list[float]] = {name: [] for name in parts}
     with torch.inference_mode():
@@ -60,16 +69,16 @@ def measure_costs(pair: Pair, drafter: str, ks: Iterable[int]) -> Costs:
     )
 
 
-def _step(pair: Pair, model: LlamaDecoder, rows: int = 1, draw: bool = False) -> Callable[[], object]:
-    """One pass over `rows` tokens, its probabilities and, with `draw`, a drawn token on the host."""
+def _step(pair: Pair, model: LlamaDecoder, cached: int, rows: int = 1, draw: bool = False) -> Callable[[], object]:
+    """A pass over `rows` tokens after `cached` ones, its probabilities and, with `draw`, a token on the host."""
     session = model.session()
-    session.extend(torch.zeros(1, _CACHED_TOKENS, dtype=torch.int64, device=pair.device))
+    session.extend(torch.zeros(1, cached, dtype=torch.int64, device=pair.device))
     ids = torch.zeros(1, rows, dtype=torch.int64, device=pair.device)
     history, chance = History(token_ids=[], prompt_length=0), SeededChance(0)
 
     def run() -> object:
         probs = pair.law.probs(session.extend(ids).logits[0], history)
-        session.keep((_CACHED_TOKENS,))
+        session.keep((cached,))
         chance.begin_round(0)
         return chance.draw(probs[0]).tolist() if draw else probs[:1, :1].tolist()
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from specctl.experiments.break_it import BreakIt
 from specctl.experiments.sweep_k import Sweep
 
-_NARROWEST = 40
+_UNLIMITED = 10_000  # columns; measured against less, a table claims to fit
 
 
 def make_console(stderr: bool = False) -> Console:
@@ -101,7 +101,8 @@ def _plain(value: float | None) -> str:
 
 def print_table(console: Console, table: Table) -> None:
     """Print a table whole: where the terminal is too narrow, as one `heading: value` line a cell."""
-    if console.is_terminal and console.measure(table).minimum > max(console.width, _NARROWEST):
+    needed = console.measure(table, options=console.options.update_width(_UNLIMITED)).maximum
+    if console.is_terminal and needed > console.width:
         headings = [str(column.header) for column in table.columns]
         console.print(str(table.title), style="bold")
         for cells in zip(*(column.cells for column in table.columns), strict=True):
