@@ -57,7 +57,7 @@ def cause(alpha: float, k: int, cost_ratio: float, verify_cost: float, overhead:
     threshold = break_even_alpha(k, cost_ratio, verify_cost, overhead)
     needed = "no alpha would pay" if threshold is None else f"break-even is {threshold:.2f}"
     if predicted > 1:
-        return f"pays: alpha {alpha:.2f}, {needed}"
+        return f"pays, by theory {predicted:.2f}x: alpha {alpha:.2f}, {needed}"
     by_agreement = expected_tokens(1.0, k) / tokens
     by_free_draft = (k * cost_ratio + verify_cost + overhead) / (verify_cost + overhead)
     if by_agreement >= by_free_draft:

@@ -97,9 +97,10 @@ def explain(best: SweepRow, rows: Sequence[SweepRow], costs: Costs | None) -> st
     if costs is None:
         return "Only plain decoding was measured."
     if best.k == 0:
+        allowed = max(row.predicted_speedup for row in rows)
         return (
             f"Do not speculate with this pair: a draft step costs {costs.cost_ratio:.2f} target steps, and no K "
-            "emits enough tokens a pass to earn that back."
+            f"was faster than plain decoding beyond its spread (theory allows {allowed:.2f}x)."
         )
 
     def price(k: int) -> float:

@@ -115,8 +115,9 @@ class Llama(nn.Module):
         super().__init__()
         self.shape = shape
         self.dropout = 0.0
-        self.model = Backbone(shape)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        with torch.random.fork_rng(devices=[]):  # torch's own initial values draw from the global generator
+            self.model = Backbone(shape)
+            self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
