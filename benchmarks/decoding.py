@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from specctl.config import load_config
+from specctl.config_file import load_config
 from specctl.experiments.pair import Pair
 from specctl.experiments.timing import measure_costs
 from specctl.hardware import describe_hardware, describe_versions

@@ -28,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
 
 ConfigPath = Annotated[
@@ -48,7 +48,7 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Of the draws and the c
 
 def _load(config: Path | None, overrides: list[str] | None, **flags: Any) -> "RunConfig":
     """The run's config, with the natural flags as overrides of their fields."""
-    from specctl.config import default_config_path, load_config
+    from specctl.config_file import default_config_path, load_config
 
     fields = {
         "prompt": "decoding.prompt",
@@ -150,7 +150,7 @@ def train_mismatched(
     _train(["mismatched"], _load(config, overrides), force, as_json)
 
 
-@app.command("generate", epilog="Example: specctl generate --prompt 'def read_' --k 4 --temperature 0.8 --show-rounds")
+@app.command("generate", epilog="Example: specctl generate --prompt 'def read_' --k 4 --show-rounds")
 def generate(
     config: ConfigPath = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue (decoding.prompt).")] = None,

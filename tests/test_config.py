@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from specctl.config import RunConfig, default_config_path, load_config
+from specctl.config import RunConfig
+from specctl.config_file import default_config_path, load_config
 from specctl.errors import UsageError
 
 GOOD = """

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from specctl import cli
-from specctl.config import load_config
+from specctl.config_file import load_config
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

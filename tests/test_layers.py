@@ -13,7 +13,7 @@ import specctl
 PACKAGE = Path(specctl.__file__).parent
 ROWS = (
     ("errors", "events", "theory", "hardware"),
-    ("config",),
+    ("config", "config_file"),
     ("run_folder", "corpus", "tokenizer"),
     ("models",),
     ("sampling", "acceptance", "chance"),

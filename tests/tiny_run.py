@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from specctl import cli
-from specctl.config import RunConfig, load_config
+from specctl.config import RunConfig
+from specctl.config_file import load_config
 from specctl.experiments.pair import Pair
 from specctl.training.ensure import Artefacts
 

@@ -14,6 +14,7 @@ from specctl.config import RunConfig
 from specctl.decoding import Rule, plain, speculative
 from specctl.drafters.base import Drafter
 from specctl.drafters.draft_model import DraftModel
+from specctl.drafters.ngram import NgramDrafter
 from specctl.errors import UsageError
 from specctl.events import Event
 from specctl.hardware import num_cores
@@ -35,25 +36,32 @@ class Pair:
         decoding = self.config.decoding
         self.law = SamplingLaw(temperature=decoding.temperature, top_k=decoding.top_k)
         self.target = LlamaDecoder(artefacts.target(), "target", dtype=self._dtype, device=self.device)
-        self._drafts: dict[str, LlamaDecoder] = {}
-        self._drafters: dict[str, DraftModel] = {}
+        self._drafters: dict[str, Drafter] = {}
         ends = set(end_tokens(artefacts.model_folder("target")))
         if artefacts.tokenizer.end_of_text is not None:
             ends.add(artefacts.tokenizer.end_of_text)
         self._ends = frozenset(ends)
         self.threads = self._choose_threads()
 
-    def draft(self, name: str) -> LlamaDecoder:
+    def _draft(self, name: str) -> LlamaDecoder:
         """A drafter's model, laid out for decoding."""
-        if name not in self._drafts:
-            module = self.artefacts.draft(name)
-            self._drafts[name] = LlamaDecoder(module, f"drafter {name}", dtype=self._dtype, device=self.device)
-        return self._drafts[name]
+        return LlamaDecoder(self.artefacts.draft(name), f"drafter {name}", dtype=self._dtype, device=self.device)
 
     def drafter(self, name: str) -> Drafter:
         if name not in self._drafters:
-            self._drafters[name] = DraftModel(self.draft(name), f"drafter {name}", self.device)
+            self._drafters[name] = self._make_drafter(name)
         return self._drafters[name]
+
+    def _make_drafter(self, name: str) -> Drafter:
+        config = self.artefacts.drafter_config(name)
+        if config.kind == "draft_model":
+            return DraftModel(self._draft(name), f"drafter {name}", self.device)
+        return NgramDrafter(
+            minimum=config.prompt_lookup_min,
+            maximum=config.prompt_lookup_max,
+            vocab_size=self.target.vocab_size,
+            device=self.device,
+        )
 
     def prepare(self, names: Sequence[str]) -> None:
         """Load, and where needed train, drafters before any time is taken."""

@@ -15,7 +15,6 @@ from specctl.chance import SeededChance
 from specctl.drafters.base import DenseProposal
 from specctl.errors import UsageError
 from specctl.experiments.pair import Pair
-from specctl.models.llama import LlamaDecoder
 from specctl.sampling import History
 
 _CACHED_TOKENS = 64
@@ -39,62 +38,85 @@ class Costs:
 def measure_costs(pair: Pair, drafter: str, ks: Iterable[int]) -> Costs:
     """Time the parts of a round, interleaved so that the machine's drift meets all alike; medians.
 
-    Raises UsageError where the context does not hold the rows of the largest K.
+    ks: at least one K of 1 or more. A draft step is a K-th of drafting the largest K tokens.
+    Raises UsageError where a context does not hold the rows of the largest K.
     """
     ks = sorted(k for k in set(ks) if k > 0)
-    target, draft = pair.target, pair.draft(drafter)
-    context = min(target.context_length, draft.context_length)
-    cached = min(_CACHED_TOKENS, context - max(ks, default=0) - 1)
+    context, longest = pair.target.context_length, ks[-1]
+    cached = min(_CACHED_TOKENS, context - longest - 1)
     if cached < 1:
-        raise UsageError(f"K = {ks[-1]} does not fit into a context of {context} tokens; lower K")
-    parts: dict[object, Callable[[], object]] = {"target": _step(pair, target, cached, draw=True)}
-    parts["draft"] = _step(pair, draft, cached, draw=True)
-    parts |= {("rows", k + 1): _step(pair, target, cached, rows=k + 1) for k in ks}
+        raise UsageError(f"K = {longest} does not fit into a context of {context} tokens; lower K")
+    parts: dict[object, Callable[[], float]] = {"target": _target_step(pair, cached, draw=True)}
+    parts["draft"] = _draft(pair, drafter, cached, longest)
+    parts |= {("rows", k + 1): _target_step(pair, cached, rows=k + 1) for k in ks}
     parts |= {("rule", k): _judge(pair, k) for k in ks}
     times: dict[object, list[float]] = {name: [] for name in parts}
     with torch.inference_mode():
         for trial in range(_TRIALS):
             for name, run in parts.items():
-                started = perf_counter()
-                run()
+                taken = run()
                 if trial >= _TRIALS // 4:  # the rest is warm-up
-                    times[name].append(perf_counter() - started)
+                    times[name].append(taken)
     seconds = {name: median(values) for name, values in times.items()}
     step = seconds["target"]
     return Costs(
         target_step_seconds=step,
-        cost_ratio=seconds["draft"] / step,
+        cost_ratio=seconds["draft"] / longest / step,
         verify_cost={1: 1.0} | {k + 1: seconds["rows", k + 1] / step for k in ks},
         overhead={k: seconds["rule", k] / step for k in ks},
     )
 
 
-def _step(pair: Pair, model: LlamaDecoder, cached: int, rows: int = 1, draw: bool = False) -> Callable[[], object]:
-    """A pass over `rows` tokens after `cached` ones, its probabilities and, with `draw`, a token on the host."""
-    session = model.session()
-    session.extend(torch.zeros(1, cached, dtype=torch.int64, device=pair.device))
-    ids = torch.zeros(1, rows, dtype=torch.int64, device=pair.device)
-    history, chance = History(token_ids=[], prompt_length=0), SeededChance(0)
+def _draft(pair: Pair, name: str, cached: int, k: int) -> Callable[[], float]:
+    """Drafting K tokens after `cached` ones; reading those is not timed."""
+    drafter, chance, prompt = pair.drafter(name), SeededChance(0), [0] * (cached + 1)
+    ids = torch.tensor([prompt[:-1]], device=pair.device)
+    forward = pair.target.session().extend(ids, num_logits=1)
+    history = History(token_ids=prompt, prompt_length=len(prompt))
 
-    def run() -> object:
-        probs = pair.law.probs(session.extend(ids).logits[0], history)
-        session.keep((cached,))
+    def run() -> float:
+        drafter.begin(prompt, forward)
+        started = perf_counter()
         chance.begin_round(0)
-        return chance.draw(probs[0]).tolist() if draw else probs[:1, :1].tolist()
+        drafted = drafter.propose(history, k, pair.law, chance).ids.tolist()
+        seconds = perf_counter() - started
+        if not drafted:
+            raise UsageError(f"{drafter.name} cannot draft after {cached} tokens; its context is too short")
+        return seconds
 
     return run
 
 
-def _judge(pair: Pair, k: int) -> Callable[[], object]:
+def _target_step(pair: Pair, cached: int, rows: int = 1, draw: bool = False) -> Callable[[], float]:
+    """A pass over `rows` tokens after `cached` ones, its probabilities and, with `draw`, a token on the host."""
+    session = pair.target.session()
+    session.extend(torch.zeros(1, cached, dtype=torch.int64, device=pair.device))
+    ids = torch.zeros(1, rows, dtype=torch.int64, device=pair.device)
+    history, chance = History(token_ids=[], prompt_length=0), SeededChance(0)
+
+    def run() -> float:
+        started = perf_counter()
+        probs = pair.law.probs(session.extend(ids).logits[0], history)
+        session.keep((cached,))
+        chance.begin_round(0)
+        (chance.draw(probs[0]) if draw else probs[:1, :1]).tolist()
+        return perf_counter() - started
+
+    return run
+
+
+def _judge(pair: Pair, k: int) -> Callable[[], float]:
     """The rule on K drafts that agree with the target, to the verdict on the host."""
     vocab_size = pair.target.vocab_size
     p = torch.full((k + 1, vocab_size), 1 / vocab_size, device=pair.device)
     q = torch.cat((p[:-1], torch.zeros_like(p[:1])))
     proposal, chance = DenseProposal(torch.zeros(k, dtype=torch.int64, device=pair.device), q), SeededChance(0)
 
-    def run() -> object:
+    def run() -> float:
+        started = perf_counter()
         chance.begin_round(0)
         verdict = token_rule(p, proposal, chance)
-        return torch.cat((verdict.num_accepted.view(1), verdict.closing)).tolist()
+        torch.cat((verdict.num_accepted.view(1), verdict.closing)).tolist()
+        return perf_counter() - started
 
     return run

@@ -110,6 +110,8 @@ class Artefacts:
 
     def draft(self, name: str) -> Llama:
         """A drafter's model, trained first if the run lacks it; refused if it does not fit the target."""
+        if self.drafter_config(name).kind != "draft_model":
+            raise UsageError(f"drafter {name} is of kind {self.drafter_config(name).kind} and has nothing to train")
         module = self._model(name, self.drafter_config(name))
         target = self.target()
         if module.shape.vocab_size != target.shape.vocab_size:

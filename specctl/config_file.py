@@ -1,0 +1,167 @@
+"""Reads a run file: YAML, overrides, and every mistake at once with its path and the nearest key.
+
+Knows the sections of `config.py` by their fields alone.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from specctl.config import CorpusConfig, DrafterConfig, RunConfig, Section, name_problems, nearest
+from specctl.errors import UsageError
+
+
+def default_config_path() -> Path:
+    """The tiny config, from the installed package or the repository."""
+    package = Path(__file__).parent
+    installed = package / "configs" / "tiny.yaml"
+    return installed if installed.is_file() else package.parent / "configs" / "tiny.yaml"
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), values: dict[str, Any] | None = None) -> RunConfig:
+    """Read a run file, apply `section.field=value` overrides (YAML values), then plain `values` by path.
+
+    Raises UsageError that lists every problem, one a line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"config {path} does not exist; leave -c out for the built-in tiny run") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"config {path} cannot be read: {error}") from None
+    tree = _parse(text, str(path))
+    if not isinstance(tree, dict):
+        raise UsageError(f"config {path} is empty or not a mapping; it needs at least a target section")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set {override}: write it as section.field=value")
+        _put(tree, key, _parse(value, f"--set {key}"))
+    for key, value in (values or {}).items():
+        _put(tree, key, value)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [line for detail in error.errors() for line in _describe(dict(detail))]
+        if not any(detail["loc"] == () for detail in error.errors()):  # pydantic looks at names only where the rest is
+            lines += name_problems(tree)
+        raise UsageError(f"config {path}:\n" + "\n".join(f"  - {line}" for line in lines)) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number and a duplicate key is an error."""
+
+
+_Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
+        seen.add(key)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader underneath
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UsageError(f"{where}{line}: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{where}: not YAML ({error})") from None
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, field = key.split(".")
+    node = tree
+    for name in sections:
+        child = node.get(name)
+        # A copy: YAML anchors make several sections one object, and only this one is meant.
+        node[name] = dict(child) if isinstance(child, dict) else {}
+        node = node[name]
+    node[field] = value
+
+
+def _describe(detail: dict[str, Any]) -> list[str]:
+    location = [str(part) for part in detail["loc"]]
+    path = ".".join(location)
+    if detail["type"] == "extra_forbidden":
+        return [f"{path}: unknown key{_nearest_key(location)}"]
+    if detail["type"] == "missing":
+        return [f"{path}: needed, and not given"]
+    if detail["type"] == "value_error":
+        text = str(detail["ctx"]["error"])
+        return [f"{path}: {text}"] if path else text.splitlines()
+    # A field of several types reports once for each; its own name is enough.
+    parts = [part for part in location if part not in ("int", "constrained-int") and not part.startswith("literal")]
+    return [f"{'.'.join(parts)}: {detail['msg'][0].lower()}{detail['msg'][1:]}, not {detail['input']!r}"]
+
+
+def _fields_at(location: Sequence[str]) -> list[str]:
+    """The field names of the section that a YAML path leads to."""
+    section: type[Section] = RunConfig
+    for name in location:
+        if section is RunConfig and name in ("corpora", "drafters"):
+            section = CorpusConfig if name == "corpora" else DrafterConfig
+            continue
+        annotation = section.model_fields[name].annotation if name in section.model_fields else None
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            section = annotation
+    return list(section.model_fields)
+
+
+def _nearest_key(location: Sequence[str]) -> str:
+    """A hint for an unknown key: where a field of that name is at home, or else the nearest name in its section."""
+    *section, name = location
+    known = _fields_at(section)
+    paths = list(_field_paths(RunConfig, ()))
+    if difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+        return nearest(name, known)
+    wanted = [name]
+    if all(path[-1] != name for path in paths) and not difflib.get_close_matches(name, known, n=1, cutoff=0.5):
+        wanted = difflib.get_close_matches(name, [path[-1] for path in paths], n=1, cutoff=0.8)
+    homes = [path for path in paths if path[-1] in wanted]
+    if not homes:
+        return nearest(name, known)
+    home = max(homes, key=lambda path: _num_shared(path, section))
+    return f"; did you mean {'.'.join(_filled_in(home, section))!r}?"
+
+
+def _field_paths(section: type[Section], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Every field's path; NAME stands for the names of corpora and drafters."""
+    for name, field in section.model_fields.items():
+        if section is RunConfig and name in ("corpora", "drafters"):
+            named: type[Section] = CorpusConfig if name == "corpora" else DrafterConfig
+            yield from _field_paths(named, (*path, name, "NAME"))
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _field_paths(field.annotation, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def _num_shared(path: Sequence[str], section: Sequence[str]) -> int:
+    shared = [mine in (theirs, "NAME") for mine, theirs in zip(path, section, strict=False)]
+    return (*shared, False).index(False)
+
+
+def _filled_in(path: Sequence[str], section: Sequence[str]) -> list[str]:
+    """The path with NAME replaced where the section gives it."""
+    if path[1:2] == ("NAME",) and section[:1] == [path[0]] and len(section) > 1:
+        return [path[0], section[1], *path[2:]]
+    return list(path)
