@@ -52,7 +52,7 @@ class Verdict(NamedTuple):
 
     num_accepted: [] int64, drafted tokens kept.
     closing: [1] int64, the recovered token, or the bonus token where all were kept.
-    health: [] float, NaN exactly when a probability that the verdict rests on was NaN.
+    health: [] float, NaN when a drafted token or the closing law had a NaN probability.
     """
 
     num_accepted: Tensor

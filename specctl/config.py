@@ -145,6 +145,9 @@ class RunConfig(Section):
         return self
 
 
+_TAKEN_NAMES = {"none": "plain decoding", "baseline": "plain decoding", "target": "the target"}
+
+
 def name_problems(tree: dict[str, Any]) -> list[str]:
     """What is wrong with the names in a run file, whole or, beside other errors, as it was written."""
 
@@ -165,8 +168,8 @@ def name_problems(tree: dict[str, Any]) -> list[str]:
     check("decoding.drafter", drafter, [*map(str, drafters), "none"], "drafter")
     for name in map(str, drafters):
         check(f"drafters.{name}.corpus", section(drafters, name).get("corpus"), corpora, "corpus")
-        if name in ("none", "baseline"):
-            problems.append(f"drafters.{name}: the name is taken by plain decoding; choose another")
+        if name in _TAKEN_NAMES:
+            problems.append(f"drafters.{name}: the name is taken by {_TAKEN_NAMES[name]}; choose another")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
             problems.append(f"drafters.{name}: a name may hold letters, digits, '_', '.' and '-'")
     if section(tree, "target").get("corpus") is None:

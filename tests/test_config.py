@@ -209,3 +209,11 @@ def test_names_must_exist(tmp_path: Path, override: str, line: str) -> None:
 def test_drafter_none_needs_no_drafters(tmp_path: Path) -> None:
     config = load(tmp_path, "corpora: {t: {paths: [a]}}\ntarget: {corpus: t}\ndecoding: {drafter: none}\n")
     assert config.drafters == {}
+
+
+@pytest.mark.parametrize("name", ["none", "baseline", "target"])
+def test_names_that_mean_something_else_are_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"corpora: {{c: {{builtin: python-docs}}}}\ntarget: {{corpus: c}}\ndrafters: {{{name}: {{}}}}\n")
+    with pytest.raises(UsageError, match=rf"drafters\.{name}: the name is taken by"):
+        load_config(path)
