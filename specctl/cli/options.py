@@ -1,0 +1,80 @@
+"""What the commands share: their common options, and the way from a config to a result that is shown and kept."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from specctl.config import RunConfig
+    from specctl.experiments.pair import Pair
+    from specctl.training.ensure import Artefacts
+
+ConfigPath = Annotated[
+    Path | None, typer.Option("--config", "-c", help="Run file; if not given, the built-in tiny run.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+NoTrain = Annotated[bool, typer.Option("--no-train", help="Refuse, rather than train, what the run lacks.")]
+Force = Annotated[bool, typer.Option("--force", help="Train again even where the stored model is current.")]
+DrafterName = Annotated[str | None, typer.Option("--drafter", help="A name under drafters in the config, or none.")]
+K = Annotated[int | None, typer.Option("--k", help="Tokens drafted a round (decoding.num_speculative_tokens).")]
+Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy (decoding.temperature).")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Of the draws and the choice of prompts (seed).")]
+
+_FIELDS = {
+    "prompt": "decoding.prompt",
+    "k": "decoding.num_speculative_tokens",
+    "temperature": "decoding.temperature",
+    "drafter": "decoding.drafter",
+    "seed": "seed",
+}
+
+
+def load(config: Path | None, overrides: list[str] | None, **flags: Any) -> "RunConfig":
+    """The run's config, with the natural flags as overrides of their fields."""
+    from specctl.config_file import default_config_path, load_config
+
+    values = {_FIELDS[name]: value for name, value in flags.items() if value is not None}
+    return load_config(config or default_config_path(), overrides or (), values)
+
+
+def narrate(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def artefacts_of(config: "RunConfig", no_train: bool = False) -> "Artefacts":
+    from specctl.training.ensure import Artefacts
+
+    return Artefacts(config, narrate=narrate, may_train=not no_train, progress=sys.stderr.isatty())
+
+
+@contextlib.contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A tqdm bar on stderr, driven by (done, total)."""
+    from tqdm import tqdm
+
+    with tqdm(desc=what, unit="run", file=sys.stderr, disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
+
+        def update(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield update
+
+
+def publish(pair: "Pair", name: str, result: Any, as_json: bool) -> bool:
+    """Store a result in the run folder; print it where JSON was asked for, and say whether it was."""
+    from specctl.report.files import result_document, save_result, to_text
+
+    document = result_document(pair.config, result, device=str(pair.device), threads=pair.threads)
+    path = save_result(pair.config, name, document)
+    narrate(f"saved {path}")
+    if as_json:
+        print(to_text(document))
+    return as_json
