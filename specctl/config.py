@@ -33,7 +33,8 @@ class TokenizerConfig(Section):
 
 class CorpusConfig(Section):
     builtin: Literal["python-stdlib", "python-docs"] | None = Field(None, description="text that every Python has")
-    paths: tuple[str, ...] = Field((), description="files and folders, instead of builtin")
+    paths: tuple[str, ...] = Field((), description="files, folders and patterns such as notes/**/*.md")
+    text_field: str = Field("text", min_length=1, description="the field of each .jsonl line that holds its text")
     validation_fraction: float = Field(0.05, gt=0, lt=1, description="share of documents kept for validation")
 
     @model_validator(mode="after")
@@ -114,14 +115,21 @@ class DecodingConfig(Section):
     num_speculative_tokens: int = Field(4, ge=0, le=60, description="K, tokens drafted a round")
     temperature: float = Field(1.0, ge=0, description="0 is greedy")
     top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0 keeps all")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens that reach this mass; 1 keeps all")
+    min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the likeliest; 0 keeps all")
     max_new_tokens: int = Field(256, ge=0)
+    min_new_tokens: int = Field(0, ge=0, description="no end token, and no stop, before this many tokens")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="strings that end the text")
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="end tokens beside the model's own")
     prompt: str = Field("def ", description="what generate continues")
 
 
 class SweepConfig(Section):
     k: tuple[Annotated[int, Field(ge=0, le=60)], ...] = Field(tuple(range(9)), min_length=1, description="K to measure")
-    num_prompts: int = Field(4, ge=1, description="prompts, from the validation split")
-    prompt_tokens: int = Field(32, ge=1, description="tokens of each prompt")
+    num_prompts: int | None = Field(
+        None, ge=1, description="prompts to measure; 4 from the validation split, or all of the prompts file"
+    )
+    prompt_tokens: int = Field(32, ge=1, description="tokens of each prompt from the validation split")
     max_new_tokens: int = Field(128, ge=2, description="tokens generated a run; end tokens are ignored")
     repeats: int = Field(3, ge=1, description="times that each K runs on each prompt")
 
@@ -136,6 +144,7 @@ class RunConfig(Section):
     drafters: dict[str, DrafterConfig] = {}
     decoding: DecodingConfig = DecodingConfig()
     sweep: SweepConfig = SweepConfig()
+    prompts: str | None = Field(None, description="a file of prompts: lines, JSONL, or Spec-Bench questions")
 
     @model_validator(mode="after")
     def _names_resolve(self) -> "RunConfig":

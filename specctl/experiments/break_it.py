@@ -40,7 +40,7 @@ def break_it(pair: Pair, progress: Progress | None = None) -> BreakIt:
     k, names = pair.config.decoding.num_speculative_tokens, list(pair.config.drafters)
     if k == 0 or not names:
         raise UsageError("break-it needs drafters in the config and decoding.num_speculative_tokens of 1 or more")
-    other_prompts = pair.prompts(pair.config.sweep.num_prompts, offset=pair.config.sweep.num_prompts)
+    other_prompts = pair.prompts(pair.config.sweep.num_prompts or 4, offset=pair.config.sweep.num_prompts or 4)
     agreements = {name: acceptance_on(pair, name, k, other_prompts) for name in names}
     costs = {name: measure_costs(pair, name, [k]) for name in names}
     baseline = Variant("none", 0)

@@ -42,7 +42,7 @@ def measure_speeds(pair: Pair, variants: Sequence[Variant], progress: Progress |
     falls on all alike. Every run emits exactly `sweep.max_new_tokens` tokens where the context allows.
     """
     sweep = pair.config.sweep
-    prompts = pair.prompts(sweep.num_prompts)
+    prompts = pair.prompts(sweep.num_prompts or 4)
     stop = pair.stop_rules(sweep.max_new_tokens, at_end_token=False)
     warm_up = pair.stop_rules(min(16, sweep.max_new_tokens), at_end_token=False)
     for variant in variants:

@@ -42,7 +42,7 @@ def sweep_k(pair: Pair, drafter: str, progress: Progress | None = None) -> Sweep
     if drafter == "none":
         raise UsageError("sweep-k needs a drafter; choose one with --drafter NAME")
     ks = sorted(set(pair.config.sweep.k))
-    other_prompts = pair.prompts(pair.config.sweep.num_prompts, offset=pair.config.sweep.num_prompts)
+    other_prompts = pair.prompts(pair.config.sweep.num_prompts or 4, offset=pair.config.sweep.num_prompts or 4)
     acceptance: list[float] = []
     costs = None
     if ks[-1] > 0:
