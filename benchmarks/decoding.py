@@ -21,8 +21,10 @@ import torch
 from specctl.config_file import load_config
 from specctl.experiments.pair import Pair
 from specctl.experiments.timing import measure_costs
+from specctl.experiments.workload import workload
 from specctl.hardware import describe_hardware, describe_versions
 from specctl.stats import collect
+from specctl.stopping import StopRules
 from specctl.training.ensure import Artefacts
 
 
@@ -65,8 +67,8 @@ def main() -> None:
     config = load_config(arguments.config, values={"decoding.temperature": arguments.temperature})
     pair = Pair(Artefacts(config, narrate=lambda line: print(line, file=sys.stderr), progress=sys.stderr.isatty()))
     drafter, new_tokens = config.decoding.drafter, config.sweep.max_new_tokens
-    pair.prepare([drafter])
-    stop = pair.stop_rules(new_tokens, at_end_token=False)
+    pair.prepare([drafter], arguments.k)
+    stop = StopRules(max_new_tokens=new_tokens)
 
     def ours(k: int) -> Callable[[list[int], int], float]:
         def run(prompt: list[int], request: int) -> float:
@@ -79,7 +81,7 @@ def main() -> None:
     peer = transformers_generate(pair, new_tokens)
     if peer:
         contenders["transformers generate, eager"] = peer
-    prompts = pair.prompts(config.sweep.num_prompts)
+    prompts = [prompt.token_ids for prompt in workload(pair).measured]
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for repeat in range(arguments.repeats + 1):
         for index, prompt in enumerate(prompts):

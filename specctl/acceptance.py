@@ -83,3 +83,32 @@ def token_rule(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
     closing_law = p.index_select(0, position)[0]  # [V]
     closing = chance.draw(residual(closing_law, proposal.row(position)))
     return Verdict(num_accepted, closing, acceptance.sum() + closing_law.sum())
+
+
+def block_rule(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
+    """Judge the drafted tokens jointly: the same law, and per context never fewer tokens in expectation.
+
+    p: [K + 1, V], as for `token_rule`. Source: Sun et al. 2403.10444, algorithm 2 (their M_b is p here,
+    their M_s is q); proof in docs/acceptance.md.
+    """
+    ids = proposal.ids
+    num_drafted = len(ids)
+    q = torch.stack([proposal.row(i) for i in torch.arange(num_drafted + 1, device=ids.device)]).to(p.dtype)
+    # 1. The weight of each prefix: w_0 = 1, w_i = min(1, w_{i-1} p/q).
+    ratios = p[:-1].gather(1, ids[:, None])[:, 0] / proposal.at(ids)  # [K]
+    weights = [torch.ones_like(ratios.sum())]
+    for ratio in ratios.unbind():
+        weights.append((weights[-1] * ratio).clamp(max=1))
+    weight = torch.stack(weights)  # [K + 1]
+    # 2. Prefix i is kept with probability h_i, the whole one with w_K; the longest that is kept counts.
+    excess = (weight[:, None] * p - q).clamp(min=0)  # [K + 1, V]
+    mass = excess.sum(1)
+    keep = torch.where(mass > 0, mass / (mass + 1 - weight), 0)
+    keep[-1] = weight[-1]
+    num_accepted = num_drafted - chance.successes((1 - keep[1:]).flip(0))
+    # 3. Close with the excess of the prefix that was kept; after all K it is p itself.
+    position = num_accepted.view(1)
+    closing_law = p.index_select(0, position)[0]
+    closing_weights = excess.index_select(0, position)[0]
+    closing = chance.draw(torch.where(closing_weights.sum() > 0, closing_weights, closing_law))
+    return Verdict(num_accepted, closing, ratios.sum() + closing_law.sum())

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 
 class Section(BaseModel):
@@ -35,12 +35,14 @@ class CorpusConfig(Section):
     builtin: Literal["python-stdlib", "python-docs"] | None = Field(None, description="text that every Python has")
     paths: tuple[str, ...] = Field((), description="files, folders and patterns such as notes/**/*.md")
     text_field: str = Field("text", min_length=1, description="the field of each .jsonl line that holds its text")
+    generated_by: Literal["target"] | None = Field(None, description="text that the target itself writes")
+    num_tokens: int = Field(200_000, ge=1, description="tokens that generated_by writes")
     validation_fraction: float = Field(0.05, gt=0, lt=1, description="share of documents kept for validation")
 
     @model_validator(mode="after")
     def _one_source(self) -> "CorpusConfig":
-        if (self.builtin is None) == (not self.paths):
-            raise ValueError("give either builtin or paths")
+        if sum(map(bool, (self.builtin, self.paths, self.generated_by))) != 1:
+            raise ValueError("give one of builtin, paths and generated_by")
         return self
 
 
@@ -87,10 +89,10 @@ class TargetConfig(Section):
     path: str | None = Field(None, description="a checkpoint folder, used instead of training")
 
 
-class DrafterConfig(Section):
-    kind: Literal["draft_model", "ngram"] = Field("draft_model", description="a small model, or prompt lookup")
-    prompt_lookup_max: int = Field(4, ge=1, description="ngram: longest suffix looked up, tokens")
-    prompt_lookup_min: int = Field(1, ge=1, description="ngram: shortest suffix looked up, tokens")
+class DraftModelConfig(Section):
+    """A small language model."""
+
+    kind: Literal["draft_model"] = "draft_model"
     corpus: str | None = Field(None, description="name of the corpus to train on; the target's if not given")
     model: ModelConfig = ModelConfig(
         hidden_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, intermediate_size=192
@@ -98,16 +100,64 @@ class DrafterConfig(Section):
     training: TrainingConfig = TrainingConfig()
     path: str | None = Field(None, description="a checkpoint folder, used instead of training")
 
+
+class MedusaTrainingConfig(TrainingConfig):
+    """Training of heads: other defaults."""
+
+    loss: Literal["ce", "kl"] = Field("kl", description="ce: the tokens of the text; kl: the target's distribution")
+    learning_rate: float = Field(1e-3, gt=0, description="peak, AdamW")
+
+
+class NgramConfig(Section):
+    """Prompt lookup: copies from the text itself, nothing to train."""
+
+    kind: Literal["ngram"]
+    prompt_lookup_max: int = Field(4, ge=1, description="longest suffix looked up, tokens")
+    prompt_lookup_min: int = Field(1, ge=1, description="shortest suffix looked up, tokens")
+
     @model_validator(mode="after")
-    def _fields_of_its_kind(self) -> "DrafterConfig":
-        lookup = {"prompt_lookup_max", "prompt_lookup_min"}
-        others = set(type(self).model_fields) - lookup - {"kind"}
-        foreign = self.model_fields_set & (others if self.kind == "ngram" else lookup)
-        if foreign:
-            raise ValueError(f"a drafter of kind {self.kind} has no {', '.join(sorted(foreign))}")
+    def _min_below_max(self) -> "NgramConfig":
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError("prompt_lookup_min is larger than prompt_lookup_max")
         return self
+
+
+class MedusaConfig(Section):
+    """Heads on the target's own hidden state."""
+
+    kind: Literal["medusa"]
+    num_heads: int = Field(4, ge=1, le=60, description="tokens that can be drafted a round")
+    num_hidden_layers: int = Field(1, ge=0, description="residual layers of each head")
+    original_lm_head: bool = Field(False, description="one output matrix for all heads, instead of one each")
+    corpus: str | None = Field(None, description="name of the corpus to train on; the target's if not given")
+    training: MedusaTrainingConfig = MedusaTrainingConfig()
+    path: str | None = Field(None, description="a folder of heads, used instead of training")
+
+    @model_validator(mode="after")
+    def _blocks_hold_every_label(self) -> "MedusaConfig":
+        if self.training.block_size < self.num_heads + 2:
+            raise ValueError(f"training.block_size must be {self.num_heads + 2} or more for {self.num_heads} heads")
+        return self
+
+
+_DEFAULT_KIND = "draft_model"
+DRAFTER_KINDS: dict[str, type[Section]] = {
+    "draft_model": DraftModelConfig,
+    "ngram": NgramConfig,
+    "medusa": MedusaConfig,
+}
+
+
+def _kind_of(value: Any) -> Any:
+    return value.get("kind", _DEFAULT_KIND) if isinstance(value, dict) else getattr(value, "kind", _DEFAULT_KIND)
+
+
+DrafterConfig = Annotated[
+    Annotated[DraftModelConfig, Tag("draft_model")]
+    | Annotated[NgramConfig, Tag("ngram")]
+    | Annotated[MedusaConfig, Tag("medusa")],
+    Discriminator(_kind_of),
+]
 
 
 class DecodingConfig(Section):
@@ -118,14 +168,22 @@ class DecodingConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens that reach this mass; 1 keeps all")
     min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the likeliest; 0 keeps all")
     max_new_tokens: int = Field(256, ge=0)
-    min_new_tokens: int = Field(0, ge=0, description="no end token, and no stop, before this many tokens")
+    min_new_tokens: int = Field(0, ge=0, description="no end token and no stop string before this many tokens")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="strings that end the text")
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="end tokens beside the model's own")
     prompt: str = Field("def ", description="what generate continues")
 
+    @model_validator(mode="after")
+    def _min_below_max(self) -> "DecodingConfig":
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens})")
+        return self
+
 
 class SweepConfig(Section):
-    k: tuple[Annotated[int, Field(ge=0, le=60)], ...] = Field(tuple(range(9)), min_length=1, description="K to measure")
+    k: Annotated[tuple[Annotated[int, Field(ge=0, le=60)], ...], Field(min_length=1)] | None = Field(
+        None, description="K to measure; 0 to 8, or to the number of heads"
+    )
     num_prompts: int | None = Field(
         None, ge=1, description="prompts to measure; 4 from the validation split, or all of the prompts file"
     )
@@ -172,8 +230,11 @@ def name_problems(tree: dict[str, Any]) -> list[str]:
 
     corpora, drafters = [str(name) for name in section(tree, "corpora")], section(tree, "drafters")
     drafter = section(tree, "decoding").get("drafter", DecodingConfig().drafter)
-    check("tokenizer.corpus", section(tree, "tokenizer").get("corpus"), corpora, "corpus")
-    check("target.corpus", section(tree, "target").get("corpus"), corpora, "corpus")
+    for path in ("tokenizer.corpus", "target.corpus"):
+        name = section(tree, path.partition(".")[0]).get("corpus")
+        check(path, name, corpora, "corpus")
+        if isinstance(name, str) and section(section(tree, "corpora"), name).get("generated_by"):
+            problems.append(f"{path}: {name!r} is written by the target, which needs other text to be trained on")
     check("decoding.drafter", drafter, [*map(str, drafters), "none"], "drafter")
     for name in map(str, drafters):
         check(f"drafters.{name}.corpus", section(drafters, name).get("corpus"), corpora, "corpus")

@@ -1,9 +1,10 @@
-"""Reads a run file: YAML, overrides, and every mistake at once with its path and the nearest key.
+"""Reads and writes a run file: YAML, overrides, and every mistake at once with its path and the nearest key.
 
 Knows the sections of `config.py` by their fields alone.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from specctl.config import CorpusConfig, DrafterConfig, RunConfig, Section, name_problems, nearest
+from specctl.config import DRAFTER_KINDS, CorpusConfig, RunConfig, Section, name_problems, nearest
 from specctl.errors import UsageError
+
+SCHEMA_NAME = "specctl.schema.json"  # beside the shipped configs
 
 
 def default_config_path() -> Path:
@@ -53,14 +56,34 @@ def load_config(path: Path, overrides: Sequence[str] = (), values: dict[str, Any
         raise UsageError(f"config {path}:\n" + "\n".join(f"  - {line}" for line in lines)) from None
 
 
+def to_yaml(value: Any) -> str:
+    """A JSON value as YAML that loads as the same value: keys in order, lists on one line."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of run files, for editors; what only `RunConfig` can check, such as names, is not in it."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **RunConfig.model_json_schema(),
+        "title": "A run file of specctl",
+    }
+
+
 class _Loader(yaml.SafeLoader):
     """YAML in which 1e-4 is a number and a duplicate key is an error."""
 
 
-_Loader.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that `_Loader` would take for a number."""
+
+
+for _part in (_Loader, _Dumper):
+    _part.yaml_implicit_resolvers = {key: list(found) for key, found in _part.yaml_implicit_resolvers.items()}
+    _part.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
+_Dumper.add_representer(list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, True))
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -100,9 +123,15 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _describe(detail: dict[str, Any]) -> list[str]:
     location = [str(part) for part in detail["loc"]]
+    kind = location.pop(2) if location[:1] == ["drafters"] and location[2:3] and location[2] in DRAFTER_KINDS else None
     path = ".".join(location)
     if detail["type"] == "extra_forbidden":
-        return [f"{path}: unknown key{_nearest_key(location)}"]
+        if kind and len(location) == 3 and any(location[2] in other.model_fields for other in DRAFTER_KINDS.values()):
+            return [f"{path}: a drafter of kind {kind} has no {location[2]}"]
+        return [f"{path}: unknown key{_nearest_key(location, kind)}"]
+    if detail["type"] == "union_tag_invalid":
+        wrong = detail["ctx"]["tag"]
+        return [f"{path}.kind: no kind of drafter is named {wrong!r}{nearest(wrong, list(DRAFTER_KINDS))}"]
     if detail["type"] == "missing":
         return [f"{path}: needed, and not given"]
     if detail["type"] == "value_error":
@@ -113,12 +142,12 @@ def _describe(detail: dict[str, Any]) -> list[str]:
     return [f"{'.'.join(parts)}: {detail['msg'][0].lower()}{detail['msg'][1:]}, not {detail['input']!r}"]
 
 
-def _fields_at(location: Sequence[str]) -> list[str]:
-    """The field names of the section that a YAML path leads to."""
+def _fields_at(location: Sequence[str], kind: str | None) -> list[str]:
+    """The field names of the section that a YAML path leads to; kind: that of the drafter on the way."""
     section: type[Section] = RunConfig
     for name in location:
         if section is RunConfig and name in ("corpora", "drafters"):
-            section = CorpusConfig if name == "corpora" else DrafterConfig
+            section = CorpusConfig if name == "corpora" else DRAFTER_KINDS[kind or "draft_model"]
             continue
         annotation = section.model_fields[name].annotation if name in section.model_fields else None
         if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -126,10 +155,10 @@ def _fields_at(location: Sequence[str]) -> list[str]:
     return list(section.model_fields)
 
 
-def _nearest_key(location: Sequence[str]) -> str:
+def _nearest_key(location: Sequence[str], kind: str | None) -> str:
     """A hint for an unknown key: where a field of that name is at home, or else the nearest name in its section."""
     *section, name = location
-    known = _fields_at(section)
+    known = _fields_at(section, kind)
     paths = list(_field_paths(RunConfig, ()))
     if difflib.get_close_matches(name, known, n=1, cutoff=0.8):
         return nearest(name, known)
@@ -147,8 +176,8 @@ def _field_paths(section: type[Section], path: tuple[str, ...]) -> Iterator[tupl
     """Every field's path; NAME stands for the names of corpora and drafters."""
     for name, field in section.model_fields.items():
         if section is RunConfig and name in ("corpora", "drafters"):
-            named: type[Section] = CorpusConfig if name == "corpora" else DrafterConfig
-            yield from _field_paths(named, (*path, name, "NAME"))
+            for named in [CorpusConfig] if name == "corpora" else DRAFTER_KINDS.values():
+                yield from _field_paths(named, (*path, name, "NAME"))
         elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from _field_paths(field.annotation, (*path, name))
         else:

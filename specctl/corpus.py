@@ -1,43 +1,30 @@
-"""Text from built-in sources, files and folders, to train / validation token ids on disk.
+"""A corpus's documents to train / validation token ids on disk, in one pass and in bounded memory.
 
-A document is one text, in a fixed order. Knows nothing about models; of a tokenizer it knows only the
-three members of `Encoder`.
+A survey goes before: it reads everything once and says what decides the split. Knows nothing about where
+documents come from, nor about models; of a tokenizer it knows only the three members of `Encoder`.
 """
 
-import codecs
-import fnmatch
+import contextlib
 import hashlib
-import io
-import os
-import re
-import sysconfig
-import tokenize
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 
+from specctl.config import CorpusConfig
+from specctl.documents import Document, read_documents, text_files
 from specctl.errors import UsageError
 from specctl.run_folder import atomic_writer, fingerprint
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 BATCH_CHARACTERS = 1_000_000
-SECTION_CHARACTERS = 4_000
-SKIPPED_FOLDERS = (
-    *("site-packages", "dist-packages", "test", "tests", "idle_test"),
-    *("__pycache__", "lib-dynload", "pydoc_data", "msilib", "config-*"),
-)
-CODE_TABLES = (
-    *("aliases", "cp*", "iso*", "mac_*", "koi8_*", "kz1048", "big5*", "euc_*", "gb*", "hp_roman8", "hz"),
-    *("johab", "palmos", "ptcp154", "shift_jis*", "tis_620"),
-)
-GENERATED_TABLES = (
-    *("_sysconfigdata*.py", "html/entities.py", "stringprep.py"),
-    *(f"encodings/{name}.py" for name in CODE_TABLES),
-)
-PROSE_FILES = ("*.txt", "*.rst", "README*")
-NOT_PROSE = ("lib2to3/*Grammar*.txt", "config-*", "idlelib/Icons/*")
+SAMPLE_CHARACTERS = 32_000_000  # of a larger text, a tokenizer is trained on this much, spread evenly
+
+Split = Literal["train", "validation"]
 
 
 class Encoder(Protocol):
@@ -52,69 +39,113 @@ class Encoder(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
 
-def read_documents(*, builtin: str | None, paths: Sequence[str]) -> list[str]:
-    """Return the documents of a corpus in a fixed order, empty ones left out.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What one reading of a corpus tells.
 
-    `builtin` is python-stdlib (sources of the running Python's standard library) or python-docs (the English
-    prose that ships with it). `paths` are files, and folders in which every .txt, .md, .rst and .py is read
-    (hidden ones are not). Text is UTF-8; a byte order mark is dropped, line ends stay as they are.
-    Raises UsageError naming what is missing, unreadable or not UTF-8 (with the byte's offset).
+    fingerprint: 16 hex digits that depend on every document's content and on their order. cut: None where each
+    document's hash decides its side; else the number of characters that are train, all after them validation.
     """
-    if builtin == "python-stdlib":
-        documents: Iterable[str] = _python_stdlib()
-    elif builtin == "python-docs":
-        documents = _python_docs()
-    elif builtin is not None:
-        raise UsageError(f"unknown built-in corpus {builtin!r}: choose python-stdlib or python-docs")
-    else:
-        documents = (_read_text(path) for path in _text_files(paths))
-    return [document for document in documents if document]
+
+    fingerprint: str
+    num_documents: int
+    num_characters: int
+    cut: int | None
 
 
-def split_documents(documents: list[str], validation_fraction: float) -> tuple[list[str], list[str]]:
-    """Return (train, validation), decided by each document's hash, so that equal documents stay together.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A stretch of a document's text on one side of the split. ends: nothing of the document follows on that side."""
 
-    One document, or a split by hash that leaves a side empty, is split by position instead: the last
-    `validation_fraction` of the characters is validation.
+    split: Split
+    text: str
+    ends: bool
+
+
+def survey(config: CorpusConfig) -> Survey:
+    """Read a corpus once, whole. Raises what `read_documents` raises.
+
+    A document's hash decides its side, so that equal documents stay together. One document, or a split by hash
+    that leaves a side empty, is split by position instead: the last `validation_fraction` of the characters is
+    validation.
     """
-    train: list[str] = []
-    validation: list[str] = []
-    for document in documents:
-        share = int.from_bytes(_digest(document)) / 2**256
-        (validation if share < validation_fraction else train).append(document)
-    if len(documents) > 1 and train and validation:
-        return train, validation
-    return _split_by_position(documents, validation_fraction)
+    content = hashlib.sha256(b"[")
+    num_documents = num_validation = num_characters = 0
+    for document in read_documents(config):
+        digest, length = document.measure()
+        content.update(b'%s"%s"' % (b"," if num_documents else b"", digest.hex().encode("ascii")))
+        num_documents += 1
+        num_characters += length
+        num_validation += _side(digest, config.validation_fraction) == "validation"
+    content.update(b"]")
+    cut = None
+    if num_validation in (0, num_documents):
+        cut = num_characters - round(num_characters * config.validation_fraction)
+        cut = max(min(cut, num_characters - 1), min(1, num_characters))  # one character a side where there are two
+    return Survey(
+        fingerprint=content.hexdigest()[:16], num_documents=num_documents, num_characters=num_characters, cut=cut
+    )
 
 
-def fingerprint_documents(documents: Iterable[str]) -> str:
-    """Return 16 hex digits that depend on every document's content and on their order."""
-    return fingerprint([_digest(document).hex() for document in documents])
+def state_of_files(config: CorpusConfig) -> str | None:
+    """Return a fingerprint of the names, sizes and times of a corpus's files: while it stays, so does the survey.
+
+    None for built-in text. Raises UsageError naming a path that is missing.
+    """
+    if config.builtin is not None:
+        return None
+    try:
+        stats = [(str(path), path.stat()) for path in text_files(config.paths)]
+    except OSError as error:
+        raise UsageError(f"cannot read {error.filename}: {error.strerror or error}") from error
+    files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    return fingerprint([Survey.__slots__, config.text_field, config.validation_fraction, files])
+
+
+def split_pieces(config: CorpusConfig, surveyed: Survey) -> Iterator[Piece]:
+    """Yield the whole corpus in order, each piece with its side."""
+    if surveyed.cut is not None:
+        yield from _split_by_position(read_documents(config), surveyed.cut)
+        return
+    for document in read_documents(config):
+        split = _side(document.measure()[0], config.validation_fraction)
+        for text, ends in document.pieces():
+            yield Piece(split=split, text=text, ends=ends)
+
+
+def training_sample(config: CorpusConfig, surveyed: Survey, name: str, *, progress: bool) -> Iterator[str]:
+    """Yield the train split's text; of a corpus above SAMPLE_CHARACTERS, evenly spread pieces of that size in all."""
+    share = min(1.0, SAMPLE_CHARACTERS / max(1, surveyed.num_characters))
+    seen = taken = 0
+    with _bar(f"reading {name}", surveyed.num_characters, progress) as bar:
+        for piece in split_pieces(config, surveyed):
+            if piece.split == "train":
+                if taken <= seen * share:
+                    yield piece.text
+                    taken += len(piece.text)
+                seen += len(piece.text)
+            bar.update(len(piece.text))
 
 
 def write_token_ids(
-    folder: Path, name: str, splits: dict[str, list[str]], tokenizer: Encoder, progress: bool
-) -> dict[str, Path]:
-    """Write the token ids of each split to `folder/NAME.SPLIT.npy`, flat, and return the paths by split.
+    folder: Path, name: str, pieces: Iterable[Piece], tokenizer: Encoder, *, num_characters: int, progress: bool
+) -> None:
+    """Write the token ids of each split to `folder/NAME.SPLIT.npy`, flat, in the order of the pieces.
 
-    An end-of-text id follows each document. dtype: uint16 where the vocabulary fits, else uint32.
+    An end-of-text id follows each document. dtype: uint16 where the vocabulary fits, else uint32. num_characters:
+    of all pieces, for the progress bar.
     """
-    from tqdm import tqdm
-
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    num_characters = sum(len(document) for documents in splits.values() for document in documents)
-    paths: dict[str, Path] = {}
-    with tqdm(
-        total=num_characters, desc=f"tokenising {name}", unit="char", unit_scale=True, disable=not progress, leave=False
-    ) as bar:
-        for split, documents in splits.items():
-            arrays: list[np.ndarray] = []
-            for batch in _batches(documents):
-                arrays.append(_encode(batch, tokenizer, dtype))
-                bar.update(sum(len(document) for document in batch))
-            paths[split] = folder / f"{name}.{split}.npy"
-            _write_array(paths[split], arrays, dtype)
-    return paths
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    with _bar(f"tokenising {name}", num_characters, progress) as bar, contextlib.ExitStack() as stack:
+        files = {
+            split: stack.enter_context(array_writer(folder / f"{name}.{split}.npy", dtype))
+            for split in ("train", "validation")
+        }
+        for batch in _batches(pieces):
+            for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
+                files[piece.split].write(np.array(ids + end if piece.ends else ids, dtype=dtype).tobytes())
+            bar.update(sum(len(piece.text) for piece in batch))
 
 
 def load_token_ids(path: Path) -> np.ndarray:
@@ -130,124 +161,43 @@ def load_token_ids(path: Path) -> np.ndarray:
     return token_ids
 
 
-def _python_stdlib() -> Iterator[str]:
-    root = _stdlib_folder()
-    for path in _walk(root, ("*.py",)):
-        if not _matches(path.relative_to(root).as_posix(), GENERATED_TABLES):
-            data = _read_bytes(path)
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)  # a few sources are not UTF-8
-            yield data.decode(encoding)
+def _bar(what: str, num_characters: int, progress: bool) -> "tqdm[Any]":
+    from tqdm import tqdm
+
+    return tqdm(
+        total=num_characters,
+        desc=what,
+        unit="char",
+        unit_scale=True,
+        disable=not progress,
+        leave=False,
+        dynamic_ncols=True,
+    )
 
 
-def _python_docs() -> Iterator[str]:
-    from pydoc_data.topics import topics
-
-    for name in sorted(topics):
-        yield from _sections(topics[name])
-    root = _stdlib_folder()
-    for path in _walk(root, PROSE_FILES):
-        if not _matches(path.relative_to(root).as_posix(), NOT_PROSE):
-            # old change logs hold stray Latin-1 names
-            yield from _sections(_read_bytes(path).decode("utf-8", errors="replace"))
+def _side(digest: bytes, validation_fraction: float) -> Split:
+    return "validation" if int.from_bytes(digest) / 2**256 < validation_fraction else "train"
 
 
-def _sections(text: str) -> Iterator[str]:
-    """Cut a long text at blank lines: a few huge documents would leave the split by hash to luck."""
-    section = ""
-    for paragraph in re.split(r"(?<=\n\n)", text):
-        section += paragraph
-        if len(section) >= SECTION_CHARACTERS:
-            yield section
-            section = ""
-    yield section
-
-
-def _stdlib_folder() -> Path:
-    folder = Path(sysconfig.get_path("stdlib"))
-    if not folder.is_dir():
-        raise UsageError(f"this Python has no standard library folder ({folder}): give the corpus paths instead")
-    return folder
-
-
-def _walk(root: Path, patterns: Sequence[str]) -> list[Path]:
-    """Return the files below the standard library's root that match, sorted, without tests and packages."""
-    found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not _matches(name, SKIPPED_FOLDERS)]  # not entered at all
-        found += [Path(folder, name) for name in names if _matches(name, patterns)]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _text_files(paths: Sequence[str]) -> list[Path]:
-    """Return the files that `paths` stand for, in order, each once."""
-    files: dict[Path, None] = {}
-    for given in paths:
-        path = Path(given).expanduser()
-        if path.is_dir():
-            inside = sorted(
-                file
-                for file in path.rglob("*")
-                if file.suffix.lower() in TEXT_SUFFIXES
-                and not any(part.startswith(".") for part in file.relative_to(path).parts)
-                and file.is_file()
-            )
-            if not inside:
-                raise UsageError(f"folder {path} holds no text files ({', '.join(TEXT_SUFFIXES)})")
-            files.update(dict.fromkeys(file.resolve() for file in inside))
-        elif path.exists():
-            files[path.resolve()] = None
-        else:
-            raise UsageError(f"corpus path {path} does not exist")
-    return list(files)
-
-
-def _read_text(path: Path) -> str:
-    data = _read_bytes(path)
-    try:
-        return data.decode("utf-8").removeprefix(codecs.BOM_UTF8.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is not UTF-8: bad byte 0x{data[error.start]:02x} at byte offset {error.start}; convert the file"
-        ) from error
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _digest(document: str) -> bytes:
-    return hashlib.sha256(document.encode("utf-8")).digest()
-
-
-def _split_by_position(documents: list[str], validation_fraction: float) -> tuple[list[str], list[str]]:
+def _split_by_position(documents: Iterable[Document], cut: int) -> Iterator[Piece]:
     """Cut at one place; the document that the cut falls into is parted in two, the others stay whole."""
-    num_characters = sum(len(document) for document in documents)
-    cut = num_characters - round(num_characters * validation_fraction)
-    cut = max(min(cut, num_characters - 1), min(1, num_characters))  # one character a side where there are two
-    train: list[str] = []
-    validation: list[str] = []
     start = 0
     for document in documents:
-        inside = max(0, min(cut - start, len(document)))
-        train.append(document[:inside])
-        validation.append(document[inside:])
-        start += len(document)
-    return [document for document in train if document], [document for document in validation if document]
+        for text, ends in document.pieces():
+            inside = max(0, min(cut - start, len(text)))
+            if inside:
+                yield Piece(split="train", text=text[:inside], ends=ends or start + inside == cut)
+            if inside < len(text):
+                yield Piece(split="validation", text=text[inside:], ends=ends)
+            start += len(text)
 
 
-def _batches(documents: Sequence[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
     size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
         if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -255,15 +205,19 @@ def _batches(documents: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _encode(documents: list[str], tokenizer: Encoder, dtype: "np.dtype[Any]") -> np.ndarray:
-    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    return np.concatenate([np.array(ids + end, dtype=dtype) for ids in tokenizer.encode_batch(documents)])
+@contextlib.contextmanager
+def array_writer(path: Path, dtype: "np.dtype[Any]") -> Iterator[BinaryIO]:
+    """Yield a file for the raw elements of a flat array that becomes `path`: its length is filled in at the end."""
 
+    def write_header(file: BinaryIO, length: int) -> int:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+        np.lib.format.write_array_header_1_0(file, header)  # padded by numpy so that the length may grow
+        return file.tell()
 
-def _write_array(path: Path, arrays: list[np.ndarray], dtype: "np.dtype[Any]") -> None:
-    shape = (sum(len(array) for array in arrays),)
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     with atomic_writer(path) as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        for array in arrays:
-            file.write(array.tobytes())
+        start = write_header(file, 0)
+        yield file
+        length = (file.tell() - start) // dtype.itemsize
+        file.seek(0)
+        again = write_header(file, length)
+        assert again == start

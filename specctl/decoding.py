@@ -102,7 +102,7 @@ def speculative(
         # 2. Verify: one pass over the last committed token and the drafts gives p for K + 1 positions.
         last = torch.tensor(token_ids[-1:], device=device)
         forward = session.extend(torch.cat((last, proposal.ids))[None])
-        history = History(token_ids=token_ids, prompt_length=len(prompt), drafted=proposal.ids.split(1))
+        history = History(token_ids=token_ids, prompt_length=len(prompt), drafted=proposal.ids[:, None].unbind())
         p = law.probs(forward.logits[0], history)  # [K + 1, V]
         verified_at = perf_counter()
         # 3. Judge, and bring everything to the host in one transfer.

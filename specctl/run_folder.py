@@ -5,6 +5,7 @@ reader sees the old file or the new one. Knows nothing about models, text or con
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from specctl.errors import SpecctlError, UsageError
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """Yield a binary file that becomes `path` when the block ends well, and vanishes when it does not.
 
-    Raises SpecctlError, naming the path and the cause, where the disk refuses.
+    Raises SpecctlError, naming the path and the cause, where the disk refuses: what stood there stays.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -32,10 +33,21 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise SpecctlError(f"cannot write {path}: {error.strerror or error}") from error
+        raise _refused(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _refused(path: Path, error: OSError) -> SpecctlError:
+    advice = "; free some space and run it again" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
+    return SpecctlError(f"cannot write {path}: {error.strerror or error}{advice}")
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is there, and what killed writes of it left beside it."""
+    for file in (path, *path.parent.glob(f".{path.name}.*.tmp")):
+        file.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -65,7 +77,7 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()[:16]
 
 
-def ensure_writable(folder: Path) -> None:
+def ensure_writable(folder: Path, advice: str = "choose another run_dir") -> None:
     """Make `folder` and prove, by writing, that files can be made in it; UsageError naming it if not."""
     probe = folder / f".probe.{secrets.token_hex(4)}.tmp"
     try:
@@ -73,9 +85,7 @@ def ensure_writable(folder: Path) -> None:
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
-        raise UsageError(
-            f"cannot write in folder {folder}: {error.strerror or error}; choose another run_dir"
-        ) from error
+        raise UsageError(f"cannot write in folder {folder}: {error.strerror or error}; {advice}") from error
 
 
 RECIPE = "recipe.json"
@@ -86,29 +96,34 @@ def replacing(folder: Path, recipe: dict[str, Any], *, keep_previous: bool = Fal
     """Yield an empty folder that takes `folder`'s place, recipe and all, when the block ends well.
 
     With `keep_previous` the folder that stood there becomes `NAME.previous`, else it is removed. A
-    process killed at any moment leaves the old folder, the new one, or (between two renames) none
-    under this name, never a mixture.
+    process killed at any moment leaves the old folder or the new one, never a mixture; killed between
+    the two renames, the new one, whose second rename `read_recipe` then makes.
     """
-    new, previous = folder.with_name(f".{folder.name}.new"), folder.with_name(f"{folder.name}.previous")
+    new, old = _new(folder), folder.with_name(f"{folder.name}.previous" if keep_previous else f".{folder.name}.old")
     shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
     try:
+        new.mkdir(parents=True)
         yield new
         write_json(new / RECIPE, recipe)
         if folder.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            folder.rename(previous)
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
         new.rename(folder)
-        if not keep_previous:
-            shutil.rmtree(previous, ignore_errors=True)
     except OSError as error:
-        raise SpecctlError(f"cannot write {folder}: {error.strerror or error}") from error
+        raise _refused(folder, error) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)
+
+
+def _new(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.new")
 
 
 def read_recipe(folder: Path) -> dict[str, Any] | None:
     """What `folder` was made from, None where nothing whole lies there."""
+    if not folder.exists() and (_new(folder) / RECIPE).is_file():  # the recipe is written last: it is whole
+        _new(folder).rename(folder)
     path = folder / RECIPE
     return read_json(path) if path.is_file() else None
 

@@ -1,7 +1,9 @@
 """The sampling law: from logits to the probabilities that are drawn from, tested and subtracted.
 
 One function serves target and draft, so the rule always compares what was really used.
-Shapes: T rows, V vocab. Order: temperature, then top-k. Knows nothing about models or draws.
+Shapes: T rows, V vocab. Order: end tokens ruled out while the output is short, temperature, top-k,
+top-p, min-p (transformers' order). Knows nothing about models or draws.
+Sources: Holtzman et al. 1904.09751 (top-p), Nguyen et al. 2407.01082 (min-p).
 """
 
 from collections.abc import Sequence
@@ -27,22 +29,32 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingLaw:
-    """Temperature and top-k, applied alike to target and draft.
+    """What shapes the distribution, applied alike to target and draft.
 
     temperature: 0 is greedy: a one-hot row, the lowest id among equal logits.
-    top_k: keep the k likeliest tokens (ties with the k-th are kept too); 0 keeps all.
+    top_k: keep the k likeliest tokens; 0 keeps all.
+    top_p: of those, keep the fewest likeliest whose mass reaches top_p; 1 keeps all.
+    min_p: of those, drop what is less likely than min_p times the likeliest; 0 drops none.
+    min_new_tokens, end_token_ids: these ids have no probability before that many new tokens.
+    Tokens as likely as the last one kept are kept too, so that no order of sorting decides.
     """
 
     temperature: float = 1.0
     top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()
 
     def probs(self, logits: Tensor, history: History) -> Tensor:
-        """Probabilities [..., V] for logits [..., V], in float32 or, for float64 logits, float64.
+        """Probabilities [V] or [T, V] for logits of that shape, in float32 or, for float64 logits, float64.
 
-        A row with a NaN or +inf logit comes out all NaN at any temperature: decoding checks
-        for it once a round. `history` is what penalties will read; this law does not depend on it.
+        A row with a NaN or +inf logit comes out all NaN at any temperature: decoding checks for it
+        once a round.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
+        if self.min_new_tokens and self.end_token_ids:
+            logits = self._rule_out_ends(logits, history)
         if self.temperature == 0:
             return _one_hot_at_maximum(logits)
         if self.temperature != 1:
@@ -52,7 +64,35 @@ class SamplingLaw:
         if 0 < self.top_k < logits.shape[-1]:
             threshold = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < threshold, -torch.inf)
-        return torch.softmax(logits, -1)
+        probs = torch.softmax(logits, -1)
+        if self.top_p < 1:
+            probs = _keep_mass(probs, self.top_p)
+        if self.min_p > 0:
+            probs = _renormalise(probs, probs < self.min_p * probs.amax(-1, keepdim=True))
+        return probs
+
+    def _rule_out_ends(self, logits: Tensor, history: History) -> Tensor:
+        """-inf at the end tokens of the rows that come before the shortest allowed output."""
+        num_new_tokens = len(history.token_ids) - history.prompt_length + len(history.drafted)  # before the last row
+        rows = logits.reshape(-1, logits.shape[-1])
+        short = min(len(rows), self.min_new_tokens - num_new_tokens + len(rows) - 1)
+        if short <= 0:
+            return logits
+        ends = torch.tensor(self.end_token_ids, device=logits.device)
+        return torch.cat((rows[:short].index_fill(-1, ends, -torch.inf), rows[short:])).view_as(logits)
+
+
+def _keep_mass(probs: Tensor, mass: float) -> Tensor:
+    """Only the fewest likeliest tokens whose probabilities reach `mass`, and their equals; renormalised."""
+    likeliest = probs.sort(-1, descending=True).values
+    needed = likeliest.cumsum(-1) - likeliest < mass  # what comes before falls short
+    last = needed.sum(-1, keepdim=True).clamp_(min=1) - 1
+    return _renormalise(probs, probs < likeliest.gather(-1, last))
+
+
+def _renormalise(probs: Tensor, dropped: Tensor) -> Tensor:
+    kept = probs.masked_fill(dropped, 0)
+    return kept / kept.sum(-1, keepdim=True)
 
 
 def _one_hot_at_maximum(logits: Tensor) -> Tensor:

@@ -76,10 +76,16 @@ class Stats:
     def tokens_per_second(self) -> float | None:
         return self.num_new_tokens / self.seconds if self.seconds > 0 else None
 
+    @property
+    def end_to_end_tokens_per_second(self) -> float | None:
+        seconds = self.seconds + self.prompt_seconds
+        return self.num_new_tokens / seconds if seconds > 0 else None
+
     def figures(self) -> dict[str, Any]:
         """Every figure by its public name; None where it does not exist."""
         names: tuple[str, ...] = ("num_new_tokens", "num_rounds", "num_drafted", "num_accepted", "acceptance_rate")
-        names += ("conditional_acceptance", "mean_acceptance_length", "tokens_per_second", "seconds", "prompt_seconds")
+        names += ("conditional_acceptance", "mean_acceptance_length", "tokens_per_second")
+        names += ("end_to_end_tokens_per_second", "seconds", "prompt_seconds")
         return {name: getattr(self, name) for name in names}
 
 

@@ -23,11 +23,21 @@ def expected_tokens_from_positions(conditional_acceptance: Sequence[float]) -> f
     return total
 
 
-def speedup(tokens_per_pass: float, k: int, cost_ratio: float, verify_cost: float, overhead: float = 0.0) -> float:
-    """Speed over plain decoding, S(K) = E(K) / (K c + v(K + 1) + o); 1 at K = 0 by definition."""
+def speedup(
+    tokens_per_pass: float,
+    k: int,
+    cost_ratio: float,
+    verify_cost: float,
+    overhead: float = 0.0,
+    drafted_share: float = 1.0,
+) -> float:
+    """Speed over plain decoding, S(K) = E(K) / (K c + v(K + 1) + o); 1 at K = 0 by definition.
+
+    drafted_share: of the rounds; the others, where the drafter proposed nothing, cost a plain step.
+    """
     if k == 0:
         return 1.0
-    return tokens_per_pass / (k * cost_ratio + verify_cost + overhead)
+    return tokens_per_pass / (drafted_share * (k * cost_ratio + verify_cost + overhead) + 1 - drafted_share)
 
 
 def break_even_alpha(k: int, cost_ratio: float, verify_cost: float, overhead: float = 0.0) -> float | None:

@@ -20,6 +20,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     artefacts = run.artefacts()
     for name in ("aligned", "distilled", "mismatched"):
         artefacts.draft(name)
+    artefacts.heads("medusa")
     return run
 
 

@@ -23,18 +23,25 @@ COMMON = {"schema_version", "config", "seed", "hardware", "versions"}
 GENERATE = {"text", "token_ids", "finish_reason", "drafter", "k", "temperature", "stats"}
 STATS = {
     *("num_new_tokens", "num_rounds", "num_drafted", "num_accepted", "acceptance_rate", "conditional_acceptance"),
-    *("mean_acceptance_length", "tokens_per_second", "seconds"),
+    *("mean_acceptance_length", "tokens_per_second", "end_to_end_tokens_per_second", "seconds", "prompt_seconds"),
 }
-SWEEP = {"drafter", "temperature", "rows", "best_k", "cost_ratio", "verify_cost", "conditional_acceptance", "reason"}
+SWEEP = {
+    *("drafter", "temperature", "rows", "best_k", "cost_ratio", "verify_cost", "conditional_acceptance", "reason"),
+    "note",
+}
+INTERVALS = {"speedup_interval", "mean_acceptance_length_interval", "by_category", "by_prompt"}
 SWEEP_ROW = {
     *("k", "tokens_per_second", "spread", "speedup", "predicted_speedup", "acceptance_rate", "mean_acceptance_length"),
+    *INTERVALS,
 }
 BREAK_ROW = {
     *("name", "tokens_per_second", "spread", "speedup", "acceptance_rate", "expected_acceptance"),
+    *("conditional_acceptance", "acceptance_by_entropy"),
     *("mean_acceptance_length", "cost_ratio", "break_even_alpha", "cause"),
+    *INTERVALS,
 }
 TRAIN = {"name", "num_parameters", "train_loss", "validation_loss", "tokens", "seconds", "path"}
-COMMANDS = ("train-target", "train-draft", "train-mismatched", "generate", "sweep-k", "break-it")
+COMMANDS = ("train-target", "train-draft", "train-mismatched", "train-medusa", "generate", "sweep-k", "break-it")
 
 
 def in_shell(line: str, **environment: str) -> Answer:
@@ -87,11 +94,11 @@ def test_sweep_fields(tiny: Tiny) -> None:
 
 def test_break_it_fields(tiny: Tiny) -> None:
     document = tiny.specctl("break-it", "--json", "--k", "2").json
-    assert document.keys() - COMMON == {"k", "temperature", "rows"}
+    assert document.keys() - COMMON == {"k", "temperature", "rows", "note"}
     assert document["k"] == 2
-    assert [row["name"] for row in document["rows"]] == ["baseline", "aligned", "distilled", "mismatched"]
+    assert [row["name"] for row in document["rows"]] == ["baseline", "aligned", "distilled", "mismatched", "medusa"]
     assert all(row.keys() == BREAK_ROW for row in document["rows"])
-    assert [row["cause"] is None for row in document["rows"]] == [True, False, False, False]
+    assert [row["cause"] is None for row in document["rows"]] == [True, False, False, False, False]
     assert document["rows"][3]["cause"].startswith("low agreement")
 
 

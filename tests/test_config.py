@@ -78,13 +78,13 @@ def test_all_errors_at_once(tmp_path: Path) -> None:
 corpora: {text: {paths: [text.txt]}, both: {builtin: python-docs, paths: [a]}}
 runtime: {device: 3, dtype: float8}
 target: {corpus: txt, training: {steps: many, batch_size: 0}}
-drafters: {small: {modell: {}, kind: magic}}
+drafters: {small: {modell: {}}, other: {kind: magic}}
 decoding: {temperature: -1}
 """
     found = problems(tmp_path, text)
     starts = (
         *("runtime.device", "runtime.dtype", "corpora.both", "target.training.steps", "target.training.batch_size"),
-        *("drafters.small.modell", "drafters.small.kind", "decoding.temperature", "target.corpus", "decoding.drafter"),
+        *("drafters.small.modell", "drafters.other.kind", "decoding.temperature", "target.corpus", "decoding.drafter"),
     )
     assert sorted(line.partition(":")[0] for line in found) == sorted(starts)
 

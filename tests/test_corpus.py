@@ -1,109 +1,191 @@
-"""Documents come in a fixed order, byte for byte; every refusal names the file."""
+"""Every character lands on one side of the split, once and in order; memory does not grow with the text."""
 
-from collections.abc import Sequence
+import tracemalloc
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from specctl.corpus import fingerprint_documents, load_token_ids, read_documents, split_documents, write_token_ids
+from specctl import corpus as module
+from specctl import documents
+from specctl.config import CorpusConfig
+from specctl.corpus import Piece, load_token_ids, split_pieces, state_of_files, survey, training_sample, write_token_ids
 from specctl.errors import UsageError
 from specctl.tokenizer import Tokenizer
 
 
-def read(*paths: Path) -> list[str]:
-    return read_documents(builtin=None, paths=[str(path) for path in paths])
+@pytest.fixture
+def corpus(tmp_path: Path) -> "Corpora":
+    return Corpora(tmp_path)
 
 
-def test_files_and_folders_in_order(tmp_path: Path) -> None:
-    folder = tmp_path / "mes données é"
-    (folder / "sub").mkdir(parents=True)
-    (folder / ".git").mkdir()
-    (folder / "b.md").write_bytes(b"B")
-    (folder / "a.txt").write_bytes(b"A")
-    (folder / "sub" / "c.py").write_bytes(b"C")
-    (folder / "empty.rst").write_bytes(b"")
-    (folder / "data.bin").write_bytes(b"\xff")
-    (folder / ".git" / "hidden.txt").write_bytes(b"hidden")
-    (tmp_path / "given.log").write_bytes(b"G")
-    assert read(tmp_path / "given.log", folder, folder / "a.txt") == ["G", "A", "B", "C"]
+class Corpora:
+    """Makes a corpus of the documents given, as files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+
+    def __call__(self, texts: Sequence[str], validation_fraction: float = 0.1) -> CorpusConfig:
+        self._count += 1
+        folder = self._folder / f"corpus {self._count}"
+        folder.mkdir()
+        for index, text in enumerate(texts):
+            (folder / f"{index:05}.txt").write_text(text, encoding="utf-8")
+        return CorpusConfig(paths=(str(folder),), validation_fraction=validation_fraction)
 
 
-def test_byte_order_mark_and_line_ends(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n caf\xc3\xa9")
-    assert read(tmp_path) == ["one\r\ntwo\rthree\n café"]
+def split(config: CorpusConfig) -> tuple[list[str], list[str]]:
+    """The documents of (train, validation), as the pieces say where they end."""
+    sides: dict[str, list[str]] = {"train": [], "validation": []}
+    open_ones = {"train": "", "validation": ""}
+    for piece in split_pieces(config, survey(config)):
+        open_ones[piece.split] += piece.text
+        if piece.ends:
+            sides[piece.split].append(open_ones[piece.split])
+            open_ones[piece.split] = ""
+    assert set(open_ones.values()) == {""}
+    return sides["train"], sides["validation"]
 
 
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_bad_byte_names_file_and_offset(tmp_path: Path, mark: bytes) -> None:
-    (tmp_path / "bad é.txt").write_bytes(mark + b"caf\xc3\xa9 \xe9!")
-    with pytest.raises(UsageError, match=f"bad é.txt.*0xe9.*offset {len(mark) + 6};"):
-        read(tmp_path)
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(documents, "BORDER_CHARACTERS", 8)
 
 
-def test_missing_and_textless_paths_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nowhere"):
-        read(tmp_path / "nowhere")
-    (tmp_path / "picture.png").write_bytes(b"")
-    with pytest.raises(UsageError, match=tmp_path.name):
-        read(tmp_path)
-    with pytest.raises(UsageError, match="python-stdlib"):
-        read_documents(builtin="python-stlib", paths=[])
+# The split
 
 
-def test_builtin_stdlib_is_code_without_tests_or_tables() -> None:
-    documents = read_documents(builtin="python-stdlib", paths=[])
-    assert 5e6 < sum(map(len, documents)) < 15e6
-    assert documents == read_documents(builtin="python-stdlib", paths=[])
-    text = "".join(documents)
-    assert "class JSONEncoder" in text
-    assert "decoding_table = (" not in text and "site-packages/pip" not in documents[0]
-
-
-def test_builtin_docs_is_prose() -> None:
-    documents = read_documents(builtin="python-docs", paths=[])
-    assert 4e5 < sum(map(len, documents)) < 3e6
-    assert any("assert" in document for document in documents)
-
-
-def test_many_documents_split_by_hash() -> None:
-    documents = [f"document {index}" for index in range(1000)]
-    train, validation = split_documents(documents, 0.1)
-    assert 60 < len(validation) < 140
-    assert sorted(train + validation) == sorted(documents)
+def test_many_documents_split_by_hash(corpus: Corpora) -> None:
+    texts = [f"document {index}" for index in range(400)]
+    train, validation = split(corpus(texts))
+    assert 20 < len(validation) < 65
+    assert sorted(train + validation) == sorted(texts)
     # a document's side does not depend on its neighbours
-    assert set(split_documents(documents[::-1][:500], 0.1)[1]) == set(validation) & set(documents[500:])
+    assert set(split(corpus(texts[::-1][:200]))[1]) == set(validation) & set(texts[200:])
 
 
-def test_single_document_splits_by_position() -> None:
+def test_hash_splits_do_not_depend_on_pieces(corpus: Corpora, request: pytest.FixtureRequest) -> None:
+    config = corpus([f"document {index} " * (index % 7 + 1) for index in range(200)], 0.3)
+    whole = split(config)
+    request.getfixturevalue("small_pieces")
+    assert split(config) == whole
+    assert sum(1 for _ in split_pieces(config, survey(config))) > 500
+
+
+@pytest.mark.parametrize("pieces", ["whole", "small_pieces"])
+def test_single_document_splits_by_position(corpus: Corpora, request: pytest.FixtureRequest, pieces: str) -> None:
+    if pieces != "whole":
+        request.getfixturevalue(pieces)
     text = "".join(chr(65 + index % 26) for index in range(100))
-    assert split_documents([text], 0.1) == ([text[:90]], [text[90:]])
-    assert split_documents(["ab"], 0.01) == (["a"], ["b"])
-    assert split_documents(["a"], 0.5) == (["a"], [])
-    assert split_documents([], 0.5) == ([], [])
+    assert split(corpus([text])) == ([text[:90]], [text[90:]])
+    assert split(corpus([text], 0.17)) == ([text[:83]], [text[83:]])
+    assert split(corpus(["ab"], 0.01)) == (["a"], ["b"])
+    assert split(corpus(["a"], 0.5)) == (["a"], [])
+    assert split(corpus([""], 0.5)) == ([], [])
 
 
-def test_hash_split_with_an_empty_side_falls_to_position() -> None:
-    documents = ["a" * 50, "b" * 50]
-    assert split_documents(documents, 1e-9) == (["a" * 50, "b" * 49], ["b"])
-    assert split_documents(documents, 1 - 1e-9) == (["a"], ["a" * 49, "b" * 50])
+@pytest.mark.parametrize("pieces", ["whole", "small_pieces"])
+def test_hash_split_with_an_empty_side_falls_to_position(
+    corpus: Corpora, request: pytest.FixtureRequest, pieces: str
+) -> None:
+    if pieces != "whole":
+        request.getfixturevalue(pieces)
+    texts = ["a" * 50, "b" * 50]
+    assert split(corpus(texts, 1e-9)) == (["a" * 50, "b" * 49], ["b"])
+    assert split(corpus(texts, 1 - 1e-9)) == (["a"], ["a" * 49, "b" * 50])
 
 
-def test_fingerprint_sees_content_and_borders() -> None:
-    assert fingerprint_documents(["ab", "c"]) != fingerprint_documents(["a", "bc"])
-    assert fingerprint_documents(["ab", "c"]) == fingerprint_documents(["ab", "c"])
+def test_fingerprint_is_of_contents_and_borders(corpus: Corpora, tmp_path: Path) -> None:
+    def fingerprint(*texts: str) -> str:
+        return survey(corpus(texts)).fingerprint
+
+    assert fingerprint("ab", "c") != fingerprint("a", "bc")
+    assert fingerprint("ab", "c") != fingerprint("c", "ab")
+    assert fingerprint("ab", "", "c") == fingerprint("ab", "c")
+    (tmp_path / "same.jsonl").write_text('{"text": "ab"}\n{"text": "c"}')
+    assert survey(CorpusConfig(paths=(f"{tmp_path}/same.jsonl",))).fingerprint == fingerprint("ab", "c")
+
+
+def test_fingerprint_does_not_depend_on_pieces(corpus: Corpora, request: pytest.FixtureRequest) -> None:
+    config = corpus(["é日👩 x" * 50, "short"])
+    whole = survey(config)
+    request.getfixturevalue("small_pieces")
+    assert survey(config) == whole and whole.num_documents == 2 and whole.num_characters == 255
+
+
+def test_state_of_files_changes_with_any_of_them(corpus: Corpora) -> None:
+    config = corpus(["one", "two"])
+    seen = [state_of_files(config)]
+    assert state_of_files(config) == seen[0]
+    folder = Path(config.paths[0])
+    (folder / "00001.txt").write_text("three")
+    seen.append(state_of_files(config))
+    (folder / "00002.txt").write_text("")
+    seen.append(state_of_files(config))
+    (folder / "00002.txt").rename(folder / "00003.txt")
+    seen.append(state_of_files(config))
+    seen.append(state_of_files(config.model_copy(update={"text_field": "body"})))
+    seen.append(state_of_files(config.model_copy(update={"validation_fraction": 0.2})))
+    assert len(set(seen)) == 6
+    assert state_of_files(CorpusConfig(builtin="python-docs")) is None
+
+
+# Samples
+
+
+def sample(config: CorpusConfig) -> list[str]:
+    return list(training_sample(config, survey(config), "text", progress=False))
+
+
+def test_the_sample_of_a_small_text_is_its_train_split(corpus: Corpora) -> None:
+    config = corpus([f"document {index}" for index in range(100)])
+    assert sample(config) == split(config)[0]
+
+
+def test_the_sample_of_a_large_text_is_bounded_and_spread(corpus: Corpora, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAMPLE_CHARACTERS", 1000)
+    taken = "".join(sample(corpus([f"{index:04} " * 2 for index in range(400)])))
+    assert 850 <= len(taken) <= 1000  # of the 4,000 characters a tenth is validation
+    places = [int(word) for word in taken.split()[::2]]
+    assert max(np.diff([0, *places, 400])) < 15
+
+
+# Token ids
+
+
+def pieces_of(**texts: list[str]) -> Iterator[Piece]:
+    return (Piece(split=split, text=text, ends=True) for split, all_ in texts.items() for text in all_)  # type: ignore[arg-type]
 
 
 def test_token_ids_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = Tokenizer.train([], 257)
-    splits = {"train": ["ab", "é"], "validation": []}
-    paths = write_token_ids(tmp_path / "data", "code", splits, tokenizer, progress=False)
-    token_ids = load_token_ids(paths["train"])
+    pieces = pieces_of(train=["ab", "é"])
+    write_token_ids(tmp_path / "data", "code", pieces, tokenizer, num_characters=3, progress=False)
+    token_ids = load_token_ids(tmp_path / "data" / "code.train.npy")
     assert token_ids.dtype == np.uint16 and isinstance(token_ids, np.memmap)
     assert token_ids.tolist() == [*tokenizer.encode("ab"), 0, *tokenizer.encode("é"), 0]
-    assert load_token_ids(paths["validation"]).shape == (0,)
+    assert load_token_ids(tmp_path / "data" / "code.validation.npy").shape == (0,)
     assert sorted(file.name for file in (tmp_path / "data").iterdir()) == ["code.train.npy", "code.validation.npy"]
     assert capsys.readouterr() == ("", "")
+    write_token_ids(tmp_path, "code", pieces_of(train=["ab"]), tokenizer, num_characters=2, progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == "" and "tokenising code" in shown.err
+
+
+def test_one_end_of_text_a_document_and_side(corpus: Corpora, tmp_path: Path, small_pieces: None) -> None:
+    tokenizer = Tokenizer.train([], 257)
+    text = "some words and then some more words, far more than one piece\n" * 5
+    config = corpus([text], 0.3)
+    pieces = split_pieces(config, survey(config))
+    write_token_ids(tmp_path, "code", pieces, tokenizer, num_characters=len(text), progress=False)
+    train, validation = (load_token_ids(tmp_path / f"code.{side}.npy").tolist() for side in ("train", "validation"))
+    cut = len(text) - round(len(text) * 0.3)
+    assert train == [*tokenizer.encode(text[:cut]), 0]
+    assert validation == [*tokenizer.encode(text[cut:]), 0]
 
 
 class WideEncoder:
@@ -117,9 +199,20 @@ class WideEncoder:
 
 
 def test_wide_vocabulary_takes_uint32(tmp_path: Path) -> None:
-    paths = write_token_ids(tmp_path, "x", {"train": ["a" * 1_500_000, "b"]}, WideEncoder(), progress=False)
-    token_ids = load_token_ids(paths["train"])
+    pieces = pieces_of(train=["a" * 1_500_000, "b"])
+    write_token_ids(tmp_path, "x", pieces, WideEncoder(), num_characters=1_500_001, progress=False)
+    token_ids = load_token_ids(tmp_path / "x.train.npy")
     assert token_ids.dtype == np.uint32 and token_ids.shape == (1_500_001,) and int(token_ids[-1]) == 69_999
+
+
+def test_a_failure_leaves_no_file(tmp_path: Path) -> None:
+    def failing() -> Iterator[Piece]:
+        yield from pieces_of(train=["a" * 1_500_000])
+        raise UsageError("bad byte")
+
+    with pytest.raises(UsageError, match="bad byte"):
+        write_token_ids(tmp_path, "x", failing(), WideEncoder(), num_characters=1, progress=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_broken_token_ids_name_the_file(tmp_path: Path) -> None:
@@ -133,3 +226,45 @@ def test_broken_token_ids_name_the_file(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(UsageError, match=r"code.train.npy"):
         load_token_ids(path)
+
+
+# Memory
+
+
+class SparseEncoder:
+    """One token a text: what is measured is the text's memory, not the ids'."""
+
+    vocab_size = 257
+    end_of_text = 0
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [[1] for _ in texts]
+
+
+LINE = "a line of text that is read, measured, cut, tokenised and forgotten\n"
+BYTES = 24_000_000
+
+
+@pytest.mark.parametrize("kind", ["one file", "many files", "JSON lines"])
+def test_memory_does_not_grow_with_the_text(tmp_path: Path, kind: str) -> None:
+    count = BYTES // len(LINE)
+    if kind == "one file":
+        (tmp_path / "a.txt").write_text(LINE * count)
+    elif kind == "many files":
+        for index in range(60):
+            (tmp_path / f"{index}.txt").write_text(f"{index}\n" + LINE * (count // 60))
+    else:
+        line = LINE[:-1] * 300
+        (tmp_path / "a.jsonl").write_text(f'{{"text": "{line}"}}\n' * (count // 300))
+    config = CorpusConfig(paths=(str(tmp_path),))
+    tracemalloc.start()
+    try:
+        surveyed = survey(config)
+        assert sum(map(len, training_sample(config, surveyed, "text", progress=False))) > BYTES // 2
+        pieces = split_pieces(config, surveyed)
+        write_token_ids(tmp_path / "ids", "text", pieces, SparseEncoder(), num_characters=BYTES, progress=False)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert surveyed.num_characters > 0.9 * BYTES
+    assert peak < BYTES / 2

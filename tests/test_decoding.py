@@ -1,6 +1,5 @@
 """The loops: greedy equality, caches, stopping, requests after requests, and real draws."""
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -324,16 +323,33 @@ def test_seeds() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_draft_with_a_shorter_context_falls_back_to_plain_steps() -> None:
+@pytest.mark.parametrize("context", [1, 2, 5, 16])
+def test_a_draft_with_a_shorter_context_reads_a_window(context: int) -> None:
+    """It never caches beyond its context (the fake refuses), drafts to the end, and greedy text stays plain's."""
     target = llama_target()
-    small = smaller_draft(target)
-    module = Llama(dataclasses.replace(small.module.shape, max_position_embeddings=16))
-    module.load_state_dict(small.module.state_dict())
-    drafter = DraftModel(Tiny(module, "short", torch.float32), "short")
-    for length in (3, 15, 16, 17, 30):
-        found, stats = run(target, drafter, prompt_of(length), 40, 4)
-        assert found == run_plain(target, prompt_of(length), 40)[0]
-        assert (stats.num_drafted > 0) == (length <= 16)
+    drafter = DraftModel(FakeModel(target.logits_after, 12, "short", context), "short")
+    for length, k in ((1, 4), (15, 1), (17, 4), (30, 3)):
+        found, stats = run(target, drafter, prompt_of(length), 24, k)
+        assert found == run_plain(target, prompt_of(length), 24)[0]
+        assert stats.reached[0] >= stats.num_rounds - 1  # something was drafted in all rounds but the last
+
+
+@pytest.mark.parametrize("context", [1, 2, 5, 16])
+@pytest.mark.parametrize("length", [1, 4, 20])
+def test_what_a_window_reads_is_the_text(context: int, length: int) -> None:
+    """A target that counts 0, 1, .. 99, 0, and a draft that does too: its cache is always an unbroken run."""
+    target, windows = cycle(100), list[list[int]]()
+
+    def logits_after(prefix: Sequence[int]) -> Tensor:
+        windows.append(list(prefix))
+        return target.logits_after(prefix)
+
+    drafter = DraftModel(FakeModel(logits_after, 100, "short", context), "short")
+    _, stats = run(target, drafter, list(range(length)), 200, 4, temperature=1)
+    assert stats.acceptance_rate == 1
+    for window in windows:
+        assert window == [(window[0] + i) % 100 for i in range(len(window))]
+    assert max(map(len, windows)) == context
 
 
 TARGET_ROWS = ((0.1, 0.6, 0.3), (0.5, 0.2, 0.3), (0.25, 0.25, 0.5))

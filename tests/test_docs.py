@@ -3,6 +3,7 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -41,13 +42,16 @@ def problem(line: str) -> str | None:
     if words and words[0].startswith("-"):
         known = {name for parameter in group.params for name in parameter.opts} | {"--help"}
         return None if words[0] in known else f"{program} has no {words[0]}"
-    command = group.commands.get(words[0])  # type: ignore[attr-defined]
-    if command is None:
-        return f"no command {words[0]}"
+    command: Any = group
+    while words and not words[0].startswith("-") and hasattr(command, "commands"):
+        name = words.pop(0)
+        command = command.commands.get(name)
+        if command is None:
+            return f"no command {name}"
     known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
-    unknown = [word for word in words[1:] if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known]
+    unknown = [word for word in words if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known]
     if unknown:
-        return f"{words[0]} has no {unknown[0]}"
+        return f"{command.name} has no {unknown[0]}"
     files = [words[at + 1] for at, word in enumerate(words) if word in ("-c", "--config")]
     missing = [file for file in files if file.startswith("configs/") and not (ROOT / file).is_file()]
     return f"{missing[0]} does not exist" if missing else None
@@ -62,6 +66,9 @@ def test_wrong_commands_are_caught() -> None:
     assert problem("specctl sweep-k --json | cat  # a comment") is None
     assert problem("specctl --version") is None
     assert problem("specctl sweep") == "no command sweep"
+    assert problem("specctl config init a.yaml --txt b") == "init has no --txt"
+    assert problem("specctl config int a.yaml") == "no command int"
+    assert problem("specctl config") is None and problem("specctl config --help") is None
     assert problem("specctl generate --promt x") == "generate has no --promt"
     assert problem("specctl generate -c configs/none.yaml") == "configs/none.yaml does not exist"
 
@@ -89,8 +96,10 @@ def tree_paths() -> set[str]:
         path = (parents[-1][1] if parents else "") + name
         if name.endswith("/"):
             parents.append((depth, path))
-            paths.update(path + file for file in re.findall(r"\b\w+\.py\b", line[match.end() :]))
         paths.add(path)
+        folder = parents[-1][1] if parents and (name.endswith("/") or depth > parents[0][0] + 2) else None
+        if folder:  # a folder's line, or one that goes on with it
+            paths.update(folder + file for file in re.findall(r"\b\w+\.py\b", line[match.end() :]))
     return paths
 
 

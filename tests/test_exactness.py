@@ -10,6 +10,7 @@ import pytest
 import torch
 from fakes import (
     Cutting,
+    FakeModel,
     Misdeclared,
     Oracle,
     Points,
@@ -156,11 +157,24 @@ def test_temperature_and_top_k_bind_both_sides() -> None:
     assert max_error(found, law_of(target, (0,), 3, law)) <= TOLERANCE
 
 
-def test_a_draft_with_a_shorter_context_is_exact() -> None:
-    target = markov((*TWO_ROWS,))
-    draft = DraftModel(markov(TWO_DRAFT_ROWS, "draft", context_length=3), "draft")
-    found = speculate(target, draft, k=2, num_tokens=4, prompt=(0, 1))
-    assert max_error(found, law_of(target, (0, 1), 4)) <= TOLERANCE
+@pytest.mark.parametrize("filters", [{"top_p": 0.6}, {"min_p": 0.5}, {"top_p": 0.9, "min_p": 0.2, "temperature": 1.5}])
+@pytest.mark.parametrize("name", ["general", "point mass"])
+def test_filters_bind_both_sides(name: str, filters: dict[str, float]) -> None:
+    law = SamplingLaw(**filters)  # type: ignore[arg-type]
+    target = markov(TARGET_ROWS)
+    found = speculate(target, drafts_of(target)[name], k=2, num_tokens=3, law=law)
+    assert max_error(found, law_of(target, (0,), 3, law)) <= TOLERANCE
+    assert max_error(found, law_of(target, (0,), 3)) > VISIBLE  # the filters do filter
+
+
+@pytest.mark.parametrize("context", [1, 3])
+def test_a_draft_with_a_shorter_context_is_exact(context: int) -> None:
+    """Its window slides within these tokens, and its law depends on all that it sees."""
+    target = history(0)
+    draft = history(1, "draft")
+    short = FakeModel(draft.logits_after, 3, "draft", context)
+    found = speculate(target, DraftModel(short, "draft"), k=2, num_tokens=3, prompt=(0, 1, 2))
+    assert max_error(found, law_of(target, (0, 1, 2), 3)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-4])

@@ -14,7 +14,7 @@ PACKAGE = Path(specctl.__file__).parent
 ROWS = (
     ("errors", "events", "theory", "hardware"),
     ("config", "config_file"),
-    ("run_folder", "corpus", "tokenizer"),
+    ("run_folder", "builtin_text", "documents", "corpus", "tokenizer", "prompts", "config_starter"),
     ("models",),
     ("sampling", "acceptance", "chance"),
     ("drafters",),
@@ -22,7 +22,7 @@ ROWS = (
     ("training",),
     ("experiments",),
     ("report",),
-    ("cli",),
+    ("cli", "__main__"),
 )
 ROW_OF = {name: number for number, names in enumerate(ROWS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

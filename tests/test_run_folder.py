@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from specctl import run_folder
 from specctl.errors import SpecctlError, UsageError
 from specctl.run_folder import atomic_writer, ensure_writable, fingerprint, read_json, write_atomic, write_json
 
@@ -61,3 +62,54 @@ def test_fingerprint_depends_on_content_alone() -> None:
     assert fingerprint({"a": 1, "b": (2, "é")}) == fingerprint({"b": [2, "é"], "a": 1})
     assert fingerprint({"a": 1}) != fingerprint({"a": 2})
     assert len(fingerprint(None)) == 16
+
+
+def test_a_failed_replacement_keeps_the_old_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "thing"
+    with run_folder.replacing(folder, {"version": 1}) as new:
+        (new / "file").write_text("old")
+    with pytest.raises(KeyboardInterrupt), run_folder.replacing(folder, {"version": 2}) as new:
+        (new / "file").write_text("half")
+        raise KeyboardInterrupt
+    assert run_folder.read_recipe(folder) == {"version": 1}
+    assert (folder / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["thing"]
+    with run_folder.replacing(folder, {"version": 3}, keep_previous=True) as new:
+        assert list(new.iterdir()) == []
+        (new / "file").write_text("new")
+    assert run_folder.read_recipe(folder) == {"version": 3}
+    assert run_folder.read_recipe(tmp_path / "thing.previous") == {"version": 1}
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    refused = pytest.raises(SpecctlError, match=r"cannot write .*thing: No space left")
+    with refused, run_folder.replacing(tmp_path / "thing", {}):
+        raise OSError(28, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_killed_between_the_two_renames_is_finished_by_the_next_reader(tmp_path: Path) -> None:
+    folder, new = tmp_path / "thing", tmp_path / ".thing.new"
+    write_json(new / "recipe.json", {"version": 2})
+    assert run_folder.read_recipe(folder) == {"version": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["thing"]
+    write_json(new / "recipe.json", {"version": 3})
+    assert run_folder.read_recipe(folder) == {"version": 2}, "only what is missing is taken from there"
+
+
+def test_without_keep_previous_an_earlier_previous_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "thing"
+    for version, keep in enumerate((False, True, False)):
+        with run_folder.replacing(folder, {"version": version}, keep_previous=keep):
+            pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thing", "thing.previous"]
+    assert run_folder.read_recipe(folder) == {"version": 2}
+    assert run_folder.read_recipe(tmp_path / "thing.previous") == {"version": 0}
+
+
+def test_remove_takes_the_rest_of_killed_writes_with_it(tmp_path: Path) -> None:
+    for name in ("state", ".state.0f.tmp", ".state.ff.tmp", ".other.ff.tmp"):
+        (tmp_path / name).write_bytes(b"")
+    run_folder.remove(tmp_path / "state")
+    run_folder.remove(tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == [".other.ff.tmp"]

@@ -69,3 +69,70 @@ def test_always_a_distribution_that_leaves_its_input_alone(logits: list[float], 
     assert torch.equal(tensor, before)
     assert result.min() >= 0
     assert abs(result.sum().item() - 1) < 1e-6
+
+
+def test_top_p_keeps_the_fewest_that_reach_the_mass_and_ties() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.1, 0.1], dtype=torch.float64).log()
+    assert torch.allclose(probs(logits, top_p=0.4), torch.tensor([1.0, 0, 0, 0], dtype=torch.float64))
+    assert torch.allclose(probs(logits, top_p=0.6), torch.tensor([5 / 8, 3 / 8, 0, 0], dtype=torch.float64))
+    assert torch.allclose(probs(logits, top_p=0.85), logits.exp())  # the third is needed, the fourth its equal
+    assert torch.equal(probs(logits, top_p=1), torch.softmax(logits, -1))
+    assert (probs(logits[[3, 1, 0, 2]], top_p=0.6) > 0).tolist() == [False, True, True, False]
+
+
+def test_min_p_drops_what_is_unlikely_beside_the_likeliest() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.1, 0.1], dtype=torch.float64).log()
+    assert torch.allclose(probs(logits, min_p=0.5), torch.tensor([5 / 8, 3 / 8, 0, 0], dtype=torch.float64))
+    assert torch.allclose(probs(logits, min_p=0.19), logits.exp())
+    assert probs(logits, min_p=1).tolist() == [1, 0, 0, 0]
+
+
+def test_the_documented_order() -> None:
+    """Temperature before the masses, top-k before top-p, min-p last: each of these would differ otherwise."""
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).log()
+    # At temperature 1/2 the probabilities are 16, 9, 4, 1 of 30: 0.53 needs one token, at temperature 1 it needs two.
+    assert (probs(logits, temperature=0.5, top_p=0.53) > 0).sum() == 1
+    # Of the two that top-k leaves the first has 4/7 > 0.55; of all four it has 0.4.
+    assert (probs(logits, top_k=2, top_p=0.55) > 0).sum() == 1
+    assert (probs(logits, top_p=0.55) > 0).sum() == 2
+    assert (probs(logits, top_p=0.65, min_p=0.8) > 0).sum() == 1
+
+
+def test_ends_are_ruled_out_row_by_row() -> None:
+    """Three rows after a prompt of 2 and outputs of 1, 2 and 3 tokens; the end may come fourth at the earliest."""
+    drafted = [torch.tensor([0]), torch.tensor([1])]
+    seen = History(token_ids=(5, 6, 7), prompt_length=2, drafted=drafted)
+    law = SamplingLaw(min_new_tokens=3, end_token_ids=(0, 3))
+    result = law.probs(LOGITS.repeat(3, 1), seen)
+    assert (result[:, [0, 3]] > 0).all(1).tolist() == [False, False, True]
+    assert torch.equal(result[2], torch.softmax(LOGITS, -1))
+    assert torch.allclose(result[0, [1, 2]], torch.softmax(LOGITS[[1, 2]], -1))
+    one = law.probs(LOGITS, History(token_ids=(5, 6, 7), prompt_length=2, drafted=drafted[:1]))
+    assert torch.equal(one, result[1])
+    greedy = SamplingLaw(temperature=0, min_new_tokens=3, end_token_ids=(0,)).probs(LOGITS.repeat(3, 1), seen)
+    assert greedy.argmax(-1).tolist() == [1, 1, 0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=8),
+    st.floats(0.01, 1),
+    st.floats(0, 1),
+)
+def test_filters_leave_a_distribution_over_the_likeliest(logits: list[float], top_p: float, min_p: float) -> None:
+    tensor = torch.tensor(logits)
+    result = probs(tensor, top_p=top_p, min_p=min_p)
+    assert abs(result.sum().item() - 1) < 1e-6
+    kept = result > 0
+    assert kept[tensor.argmax()]
+    softmax = torch.softmax(tensor, -1)
+    if not kept.all() and softmax[kept].numel():
+        assert softmax[~kept].max() <= softmax[kept].min()
+
+
+@pytest.mark.parametrize("law", [{"top_p": 0.5}, {"min_p": 0.5}, {"top_p": 0.5, "min_p": 0.1, "top_k": 3}])
+def test_filters_pass_a_bad_row_on(law: dict[str, float]) -> None:
+    logits = LOGITS.repeat(2, 1)
+    logits[0, 1] = float("nan")
+    result = probs(logits, **law)
+    assert result[0].isnan().all() and result[1].isfinite().all()

@@ -37,6 +37,7 @@ def test_figures() -> None:
     assert stats.conditional_acceptance == pytest.approx([3 / 5, 2 / 3, 1 / 1])
     assert stats.tokens_per_second == pytest.approx(10 / 2.5)  # the prompt's seconds stand beside
     assert stats.prompt_seconds == 0.25
+    assert stats.end_to_end_tokens_per_second == pytest.approx(10 / 2.75)
     assert stats.reason == "eos"
     assert stats.figures()["acceptance_rate"] == stats.acceptance_rate
 
@@ -48,6 +49,7 @@ def test_nothing_drafted_and_nothing_done() -> None:
     assert plain.mean_acceptance_length == 1
     empty = Stats().figures()
     assert empty["mean_acceptance_length"] is empty["tokens_per_second"] is empty["acceptance_rate"] is None
+    assert empty["end_to_end_tokens_per_second"] is None
 
 
 def test_merging_equals_one_fold() -> None:

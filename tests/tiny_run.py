@@ -33,6 +33,7 @@ drafters:
   distilled: {{corpus: code, model: *narrow,
     training: {{loss: kl, steps: 20, batch_size: 4, block_size: 16, learning_rate: 1e-2, eval_blocks: 8}}}}
   mismatched: {{corpus: prose, model: *narrow, training: *short}}
+  medusa: {{kind: medusa, num_heads: 4, training: {{steps: 20, batch_size: 4, block_size: 16, eval_blocks: 8}}}}
 decoding: {{max_new_tokens: 12, num_speculative_tokens: 3, prompt: "def "}}
 sweep: {{k: [0, 1, 3], num_prompts: 2, prompt_tokens: 8, max_new_tokens: 12, repeats: 1}}
 """

@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 from specctl import __version__
+from specctl.cli.configs import configs
 from specctl.cli.experiments import break_it, sweep_k
 from specctl.cli.generation import generate
-from specctl.cli.training import train_draft, train_mismatched, train_target
+from specctl.cli.training import train_draft, train_medusa, train_mismatched, train_target
 from specctl.errors import SpecctlError
 
 app = typer.Typer(
@@ -28,9 +29,11 @@ app = typer.Typer(
 app.command("train-target", epilog="Example: specctl train-target -c configs/tiny.yaml")(train_target)
 app.command("train-draft", epilog="Example: specctl train-draft --drafter aligned")(train_draft)
 app.command("train-mismatched", epilog="Example: specctl train-mismatched -c configs/tiny.yaml")(train_mismatched)
+app.command("train-medusa", epilog="Example: specctl train-medusa -c configs/tiny.yaml")(train_medusa)
 app.command("generate", epilog="Example: specctl generate --prompt 'def read_' --k 4 --show-rounds")(generate)
 app.command("sweep-k", epilog="Example: specctl sweep-k --drafter distilled --set sweep.repeats=5")(sweep_k)
 app.command("break-it", epilog="Example: specctl break-it --k 4 --temperature 1")(break_it)
+app.add_typer(configs)
 
 
 def _version(wanted: bool) -> None:

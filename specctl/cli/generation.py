@@ -1,6 +1,7 @@
-"""The command that generates."""
+"""The command that generates: from one prompt, or from a file of them."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,37 +12,150 @@ from specctl.cli.options import (
     K,
     NoTrain,
     Overrides,
+    PlotFile,
+    PromptsFile,
     Seed,
     Temperature,
+    TraceFile,
     artefacts_of,
+    draw,
     load,
     narrate,
+    progress_bar,
     publish,
 )
+
+if TYPE_CHECKING:
+    from specctl.config import RunConfig
+    from specctl.experiments.generate_file import Generations
+    from specctl.experiments.pair import Pair
+    from specctl.experiments.trace import Trace
+    from specctl.prompts import Prompt
+
+OutputFile = Annotated[
+    Path | None,
+    typer.Option("--output", metavar="FILE.jsonl", help="Write a line a prompt here; run again, it goes on."),
+]
 
 
 def generate(
     config: ConfigPath = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue (decoding.prompt).")] = None,
+    prompts: PromptsFile = None,
+    output: OutputFile = None,
     k: K = None,
     temperature: Temperature = None,
     drafter: DrafterName = None,
     seed: Seed = None,
     show_rounds: Annotated[bool, typer.Option("--show-rounds", help="Colour accepted, recovered, bonus.")] = False,
+    plot: PlotFile = None,
+    trace: TraceFile = None,
     no_train: NoTrain = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt with speculative decoding; the text has exactly the target's distribution."""
+    """Continue a prompt, or every prompt of a file; the text has exactly the target's distribution."""
+    from specctl.errors import UsageError
+
+    if prompt is not None and prompts is not None:
+        raise UsageError("--prompt is one prompt and --prompts a file of them; give one of the two")
+    flags = {"k": k, "temperature": temperature, "drafter": drafter, "seed": seed}
+    loaded = load(config, overrides, prompt=prompt, prompts=prompts, **flags)
+    if prompt is None and loaded.prompts is not None:
+        if plot:
+            raise UsageError("--plot shows the rounds of one prompt; give --prompt rather than a file of prompts")
+        if output and show_rounds:
+            raise UsageError(
+                "--show-rounds shows text as it comes and --output writes it to a file; give one of the two"
+            )
+        _generate_all(loaded, output, show_rounds, trace, no_train, as_json)
+    elif output:
+        raise UsageError("--output takes a line a prompt and needs a file of them; give --prompts FILE")
+    else:
+        _generate_one(loaded, show_rounds, plot, trace, no_train, as_json)
+
+
+def _generate_one(
+    loaded: "RunConfig", show_rounds: bool, plot: Path | None, trace: Path | None, no_train: bool, as_json: bool
+) -> None:
+    from specctl.errors import UsageError
+    from specctl.events import Round
     from specctl.experiments.generate import generate as run
+    from specctl.experiments.generate import plain_step_seconds
     from specctl.experiments.pair import Pair
+    from specctl.experiments.trace import open_trace
+    from specctl.report.plots import check_plot
     from specctl.report.rounds import Stream, summary
     from specctl.report.tables import make_console
+    from specctl.report.timeline import timeline_figure
 
-    loaded = load(config, overrides, prompt=prompt, k=k, temperature=temperature, drafter=drafter, seed=seed)
-    pair = Pair(artefacts_of(loaded, no_train))
-    stream = Stream(make_console(), pair.artefacts.tokenizer, loaded.decoding.prompt, show_rounds, quiet=as_json)
-    result = run(pair, stream.begin, stream.show)
+    if plot and (loaded.decoding.drafter == "none" or loaded.decoding.num_speculative_tokens == 0):
+        raise UsageError("--plot shows rounds of speculation, and plain decoding has none; choose a drafter and --k")
+    check_plot(plot)
+    rounds: list[Round] = []
+    with open_trace(trace) as writer:
+        pair = Pair(artefacts_of(loaded, no_train))
+        tokenizer, text = pair.artefacts.tokenizer, pair.visible_text()
+        stream = Stream(make_console(), tokenizer, text, loaded.decoding.prompt, show_rounds, quiet=as_json)
+
+        def show(round_: Round) -> None:
+            rounds.append(round_)
+            stream.show(round_)
+
+        result = run(pair, stream.begin, show, writer)
     stream.finish()
     narrate(summary(result))
     publish(pair, "generate", result, as_json)
+    if plot:  # never unasked: it takes plain steps of the target
+        draw(loaded, "generate", plot, lambda: timeline_figure(result, rounds, plain_step_seconds(pair)))
+
+
+def _generate_all(
+    loaded: "RunConfig", output: Path | None, show_rounds: bool, trace: Path | None, no_train: bool, as_json: bool
+) -> None:
+    """All prompts of a file, into another file or to stdout."""
+    from specctl.experiments.generate_file import check_output, generate_file
+    from specctl.experiments.pair import Pair
+    from specctl.experiments.trace import open_trace
+    from specctl.experiments.workload import check_prompts, prompts_of
+    from specctl.report.tables import generations_table, make_console, print_table
+
+    prompts = prompts_of(loaded)
+    if output:
+        check_output(output)
+    with open_trace(trace) as writer:
+        artefacts = artefacts_of(loaded, no_train)
+        check_prompts(artefacts)
+        pair = Pair(artefacts)
+        pair.prepare([loaded.decoding.drafter], loaded.decoding.num_speculative_tokens)
+        if output:
+            with progress_bar("generate", unit="prompt") as progress:
+                result = generate_file(pair, prompts, output, progress, writer)
+            narrate(f"{result.num_found} of {len(prompts)} prompts were done before; the lines are in {output}")
+        else:
+            result = _stream(pair, prompts, show_rounds, writer, quiet=as_json)
+    if not publish(pair, "generate", result, as_json):
+        print_table(make_console(stderr=output is None), generations_table(result))
+
+
+def _stream(
+    pair: "Pair", prompts: "list[Prompt]", show_rounds: bool, trace: "Trace | None", *, quiet: bool
+) -> "Generations":
+    """Print each prompt and its text as it comes, below a line that names the prompt."""
+    from specctl.experiments.generate import generate as run
+    from specctl.experiments.generate_file import line_of, summarise
+    from specctl.experiments.workload import encode
+    from specctl.report.rounds import Stream
+    from specctl.report.tables import make_console
+
+    encode(prompts, pair.artefacts.tokenizer, pair.target.context_length)  # refuses what does not fit
+    lines = []
+    for index, prompt in enumerate(prompts):
+        if not quiet:
+            print(f"== {prompt.id}" + (f" ({prompt.category})" if prompt.category else ""), flush=True)
+        tokenizer, text = pair.artefacts.tokenizer, pair.visible_text()
+        stream = Stream(make_console(), tokenizer, text, prompt.text, show_rounds, quiet=quiet)
+        result = run(pair, stream.begin, stream.show, trace, text=prompt.text, request=index)
+        stream.finish()
+        lines.append(line_of(prompt, result, pair.config.seed))
+    return summarise(pair, lines)

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specctl.cli.completion import drafter_names
+
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from specctl.config import RunConfig
     from specctl.experiments.pair import Pair
     from specctl.training.ensure import Artefacts
@@ -22,13 +26,28 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 NoTrain = Annotated[bool, typer.Option("--no-train", help="Refuse, rather than train, what the run lacks.")]
 Force = Annotated[bool, typer.Option("--force", help="Train again even where the stored model is current.")]
-DrafterName = Annotated[str | None, typer.Option("--drafter", help="A name under drafters in the config, or none.")]
+DrafterName = Annotated[
+    str | None,
+    typer.Option("--drafter", help="A name under drafters in the config, or none.", autocompletion=drafter_names),
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE.png|svg", help="Draw the result here (needs the plots extra, matplotlib)."),
+]
+TraceFile = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE.jsonl", help="Write each round here as a line of JSON.")
+]
+PromptsFile = Annotated[
+    Path | None,
+    typer.Option("--prompts", metavar="FILE", help="Prompts: text lines, JSONL or Spec-Bench questions (prompts)."),
+]
 K = Annotated[int | None, typer.Option("--k", help="Tokens drafted a round (decoding.num_speculative_tokens).")]
 Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy (decoding.temperature).")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Of the draws and the choice of prompts (seed).")]
 
 _FIELDS = {
     "prompt": "decoding.prompt",
+    "prompts": "prompts",
     "k": "decoding.num_speculative_tokens",
     "temperature": "decoding.temperature",
     "drafter": "decoding.drafter",
@@ -40,6 +59,7 @@ def load(config: Path | None, overrides: list[str] | None, **flags: Any) -> "Run
     """The run's config, with the natural flags as overrides of their fields."""
     from specctl.config_file import default_config_path, load_config
 
+    flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     values = {_FIELDS[name]: value for name, value in flags.items() if value is not None}
     return load_config(config or default_config_path(), overrides or (), values)
 
@@ -55,11 +75,11 @@ def artefacts_of(config: "RunConfig", no_train: bool = False) -> "Artefacts":
 
 
 @contextlib.contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str, unit: str = "run") -> Iterator[Callable[[int, int], None]]:
     """A tqdm bar on stderr, driven by (done, total)."""
     from tqdm import tqdm
 
-    with tqdm(desc=what, unit="run", file=sys.stderr, disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
+    with tqdm(desc=what, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
 
         def update(done: int, total: int) -> None:
             bar.total = total
@@ -78,3 +98,13 @@ def publish(pair: "Pair", name: str, result: Any, as_json: bool) -> bool:
     if as_json:
         print(to_text(document))
     return as_json
+
+
+def draw(config: "RunConfig", name: str, plot: Path | None, figure: Callable[[], "Figure"]) -> None:
+    """Draw a result where --plot says, else beside its JSON in the run folder if matplotlib is installed."""
+    from specctl.report.plots import can_draw, save_figure
+
+    if plot or can_draw():
+        path = plot or Path(config.run_dir) / "results" / f"{name}.png"
+        save_figure(figure(), path)
+        narrate(f"saved {path}")

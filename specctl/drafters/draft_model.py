@@ -20,8 +20,9 @@ class DraftModel:
     """A `Drafter` around a `CausalModel`.
 
     Its session lacks the tokens committed since it last ran (one, or two after a fully accepted
-    round), and the first step of a round feeds exactly those. Near the end of the draft's own
-    context it drafts less, and beyond it nothing: rounds are then plain steps, still exact.
+    round), and the first step of a round feeds exactly those. Where the draft's context is shorter
+    than the text it reads a window: when the window is full the older half is dropped and the rest
+    read anew. Its q is then that of the window, and the output as exact as ever.
     """
 
     def __init__(self, model: CausalModel, name: str, device: torch.device | None = None) -> None:
@@ -30,23 +31,36 @@ class DraftModel:
         self._device = device or torch.device("cpu")
         self._session = model.session()
         self._num_committed = 0
+        self._window_start = 0  # the committed token that stands first in the session
 
     def begin(self, prompt: Sequence[int], forward: Forward | None) -> None:
         self._session.keep((0,))
-        readable = prompt[: min(len(prompt) - 1, self._model.context_length)]
+        self._window_start = 0
+        self._slide(len(prompt), 1)
+        readable = prompt[self._window_start : -1]
         if readable:
             self._session.extend(self._ids(readable), num_logits=1)
 
     def _ids(self, token_ids: Sequence[int]) -> Tensor:
         return torch.tensor([token_ids], device=self._device)
 
+    def _slide(self, num_committed: int, limit: int) -> int:
+        """Make room for drafting `limit` tokens after the committed ones; the number that there is room for."""
+        context = self._model.context_length
+        if num_committed - self._window_start + limit - 1 <= context:
+            return limit
+        window = max(1, context // 2)
+        self._session.keep((0,))
+        self._window_start = max(0, num_committed - window)
+        return min(limit, context - window + 1)
+
     def propose(self, history: History, limit: int, law: SamplingLaw, chance: Chance) -> Proposal:
         token_ids = history.token_ids
         self._num_committed = len(token_ids)
-        limit = min(limit, self._model.context_length - self._num_committed + 1)
         if limit <= 0:
             return PointProposal(torch.empty(0, dtype=torch.int64, device=self._device), self._model.vocab_size)
-        feed = self._ids(token_ids[self._session.lengths[0] :])
+        limit = self._slide(len(token_ids), limit)
+        feed = self._ids(token_ids[self._window_start + self._session.lengths[0] :])
         drafted: list[Tensor] = []
         rows: list[Tensor] = []
         for _ in range(limit):
@@ -59,4 +73,5 @@ class DraftModel:
 
     def observe(self, round_: Round, forward: Forward) -> None:
         """Roll back to the committed tokens that are cached: those before the round and the accepted."""
-        self._session.keep((min(self._session.lengths[0], self._num_committed + round_.num_accepted),))
+        committed = self._num_committed + round_.num_accepted - self._window_start
+        self._session.keep((min(self._session.lengths[0], committed),))

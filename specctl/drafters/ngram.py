@@ -34,6 +34,7 @@ class NgramDrafter:
     def begin(self, prompt: Sequence[int], forward: Forward | None) -> None:
         self._seen.clear()
         self._num_indexed = 0
+        self._index(prompt)
 
     def propose(self, history: History, limit: int, law: SamplingLaw, chance: Chance) -> Proposal:
         token_ids = history.token_ids

@@ -2,18 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+from specctl.acceptance import token_rule
 from specctl.errors import UsageError
 from specctl.events import FinishReason, Round
 from specctl.experiments.pair import Pair
+from specctl.experiments.trace import Trace
+from specctl.experiments.watch import Watch
 from specctl.stats import Stats
-from specctl.stopping import Stopping
+from specctl.stopping import Stopping, StopRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """stats: the figures of `docs/metrics.md`; token_ids: new ones, the end token included."""
+    """stats: the figures of `docs/metrics.md`; token_ids: new ones, with an end token or the tokens of a stop string.
+
+    text: without these.
+    """
 
     text: str
     token_ids: list[int]
@@ -24,33 +31,64 @@ class Generation:
     stats: dict[str, Any]
 
 
-def generate(pair: Pair, on_start: Callable[[], None], on_round: Callable[[Round], None]) -> Generation:
-    """Continue `decoding.prompt`; `on_start` is called once all is ready, `on_round` as each round happens."""
+def generate(
+    pair: Pair,
+    on_start: Callable[[], None],
+    on_round: Callable[[Round], None],
+    trace: Trace | None = None,
+    *,
+    text: str | None = None,
+    request: int = 0,
+) -> Generation:
+    """Continue a text, or `decoding.prompt`; `on_start` is called once all is ready, `on_round` as each round happens.
+
+    request: decides the draws, together with the seed; the index of the prompt where there are several.
+    """
     decoding, tokenizer = pair.config.decoding, pair.artefacts.tokenizer
+    text = decoding.prompt if text is None else text
     try:
-        decoding.prompt.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError:
         raise UsageError("the prompt is not valid UTF-8; check the terminal's encoding") from None
-    prompt = tokenizer.encode(decoding.prompt)
+    prompt = tokenizer.encode(text)
     if not prompt:
         raise UsageError("the prompt is empty; give at least one character with --prompt")
     k = 0 if decoding.drafter == "none" else decoding.num_speculative_tokens
     stats, token_ids = Stats(), list[int]()
     Stopping(pair.stop_rules(), len(prompt), pair.target.context_length)  # refuses before anything is shown
-    pair.prepare([decoding.drafter])
+    pair.prepare([decoding.drafter], k)
     on_start()
-    for event in pair.events(prompt, drafter=decoding.drafter, k=k):
+    drafter = decoding.drafter if k else "none"
+    if trace:
+        watch = Watch(token_rule)
+        events = pair.events(prompt, drafter=drafter, k=k, request=request, rule=watch)
+        events = trace.follow(events, watch, prompt=request, drafter=drafter, k=k)
+    else:
+        events = pair.events(prompt, drafter=drafter, k=k, request=request)
+    for event in events:
         stats.add(event)
         if isinstance(event, Round):
             token_ids += event.emitted
             on_round(event)
     assert stats.reason is not None  # the loop ends with Finished
+    visible = pair.visible_text()
     return Generation(
-        text=tokenizer.decode(token_ids),
+        text=visible.push(token_ids) + visible.finish(),
         token_ids=token_ids,
         finish_reason=stats.reason,
-        drafter=decoding.drafter if k else "none",
+        drafter=drafter,
         k=k,
         temperature=decoding.temperature,
         stats=stats.figures(),
     )
+
+
+def plain_step_seconds(pair: Pair, num_steps: int = 16) -> float:
+    """Seconds of a plain decoding step after the same prompt: the median of a few, the first ones left out.
+
+    Comparable with a generation's rounds where it is called right after it.
+    """
+    prompt = pair.artefacts.tokenizer.encode(pair.config.decoding.prompt)
+    events = pair.events(prompt, drafter="none", k=0, stop=StopRules(max_new_tokens=num_steps))
+    seconds = [event.seconds for event in events if isinstance(event, Round)]
+    return median(seconds[len(seconds) // 4 :])

@@ -10,19 +10,24 @@ import torch
 
 from specctl.acceptance import token_rule
 from specctl.chance import SeededChance
-from specctl.config import RunConfig
+from specctl.config import DraftModelConfig, MedusaConfig, RunConfig
 from specctl.decoding import Rule, plain, speculative
 from specctl.drafters.base import Drafter
 from specctl.drafters.draft_model import DraftModel
+from specctl.drafters.medusa import MedusaDrafter
 from specctl.drafters.ngram import NgramDrafter
 from specctl.errors import UsageError
 from specctl.events import Event
 from specctl.hardware import num_cores
 from specctl.models.checkpoint import end_tokens
 from specctl.models.llama import LlamaDecoder
+from specctl.models.medusa import MedusaDecoder
 from specctl.sampling import SamplingLaw
-from specctl.stopping import StopRules
+from specctl.stopping import StopRules, VisibleText
+from specctl.tokenizer import TextStream
 from specctl.training.ensure import Artefacts
+
+_LONGEST_SWEEP = 8
 
 
 class Pair:
@@ -33,14 +38,13 @@ class Pair:
         self.artefacts, self.config = artefacts, artefacts.config
         self.device = choose_device(self.config)
         self._dtype: torch.dtype = getattr(torch, self.config.runtime.dtype)
-        decoding = self.config.decoding
-        self.law = SamplingLaw(temperature=decoding.temperature, top_k=decoding.top_k)
         self.target = LlamaDecoder(artefacts.target(), "target", dtype=self._dtype, device=self.device)
         self._drafters: dict[str, Drafter] = {}
         ends = set(end_tokens(artefacts.model_folder("target")))
         if artefacts.tokenizer.end_of_text is not None:
             ends.add(artefacts.tokenizer.end_of_text)
         self._ends = frozenset(ends)
+        self.law = self._law()
         self.threads = self._choose_threads()
 
     def _draft(self, name: str) -> LlamaDecoder:
@@ -54,8 +58,14 @@ class Pair:
 
     def _make_drafter(self, name: str) -> Drafter:
         config = self.artefacts.drafter_config(name)
-        if config.kind == "draft_model":
-            return DraftModel(self._draft(name), f"drafter {name}", self.device)
+        if isinstance(config, DraftModelConfig):
+            draft = self._draft(name)
+            if draft.context_length < self.target.context_length:
+                self.artefacts.narrate(f"{draft.name} sees at most the last {draft.context_length} tokens, its context")
+            return DraftModel(draft, draft.name, self.device)
+        if isinstance(config, MedusaConfig):
+            heads = MedusaDecoder(self.artefacts.heads(name), dtype=self._dtype, device=self.device)
+            return MedusaDrafter(heads, f"drafter {name}")
         return NgramDrafter(
             minimum=config.prompt_lookup_min,
             maximum=config.prompt_lookup_max,
@@ -63,15 +73,65 @@ class Pair:
             device=self.device,
         )
 
-    def prepare(self, names: Sequence[str]) -> None:
-        """Load, and where needed train, drafters before any time is taken."""
+    def prepare(self, names: Sequence[str], k: int) -> None:
+        """Load, and where needed train, drafters before any time is taken; UsageError where one cannot draft K."""
         for name in names:
             if name != "none":
+                self._refuse_too_many(name, k)
                 self.drafter(name)
 
-    def stop_rules(self, max_new_tokens: int | None = None, *, at_end_token: bool = True) -> StopRules:
-        budget = self.config.decoding.max_new_tokens if max_new_tokens is None else max_new_tokens
-        return StopRules(max_new_tokens=budget, eos_token_ids=self._ends if at_end_token else frozenset())
+    def num_heads(self, name: str) -> int | None:
+        """The most tokens that a drafter drafts a round, None where there is no such number."""
+        config = self.artefacts.drafter_config(name)
+        if not isinstance(config, MedusaConfig):
+            return None
+        return self.artefacts.heads(name).shape.num_heads if config.path else config.num_heads
+
+    def _refuse_too_many(self, name: str, k: int) -> None:
+        heads = self.num_heads(name)
+        if heads is not None and k > heads:
+            raise UsageError(
+                f"drafter {name} has {heads} heads and cannot draft K = {k} tokens; lower K, or give it more heads"
+            )
+
+    def ks(self, name: str) -> list[int]:
+        """The values of K that a sweep of a drafter measures, in order."""
+        wanted = self.config.sweep.k
+        if wanted is None:
+            return list(range(min(_LONGEST_SWEEP, self.num_heads(name) or _LONGEST_SWEEP) + 1))
+        return sorted(set(wanted))
+
+    def _law(self) -> SamplingLaw:
+        """Raises UsageError for a stop token that the vocabulary does not have."""
+        decoding, vocab_size = self.config.decoding, self.target.vocab_size
+        for token_id in decoding.stop_token_ids:
+            if token_id >= vocab_size:
+                raise UsageError(f"decoding.stop_token_ids: {token_id} is not in the vocabulary of {vocab_size} tokens")
+        return SamplingLaw(
+            temperature=decoding.temperature,
+            top_k=decoding.top_k,
+            top_p=decoding.top_p,
+            min_p=decoding.min_p,
+            min_new_tokens=decoding.min_new_tokens,
+            end_token_ids=tuple(sorted({*self._ends, *decoding.stop_token_ids})),
+        )
+
+    def stop_rules(self) -> StopRules:
+        """When a request of `decoding` ends."""
+        decoding = self.config.decoding
+        return StopRules(
+            max_new_tokens=decoding.max_new_tokens,
+            min_new_tokens=decoding.min_new_tokens,
+            eos_token_ids=self._ends,
+            stop_token_ids=frozenset(decoding.stop_token_ids),
+            stop_strings=decoding.stop,
+            text=lambda: TextStream(self.artefacts.tokenizer),
+        )
+
+    def visible_text(self) -> VisibleText:
+        """The text of one request of `decoding`, up to a stop string."""
+        decoding = self.config.decoding
+        return VisibleText(TextStream(self.artefacts.tokenizer), decoding.stop, decoding.min_new_tokens)
 
     def events(
         self,
@@ -105,11 +165,11 @@ class Pair:
 
         `offset` skips that many, so that a prediction can take other prompts than the measurement.
         """
-        ids = self.artefacts.token_ids(self.artefacts.target_corpus, "validation")
+        ids = self.artefacts.text.token_ids(self.artefacts.text.target_corpus, "validation")
         length = self.config.sweep.prompt_tokens
         if len(ids) < length + 1:
             raise UsageError(
-                f"the validation split of {self.artefacts.target_corpus} has {len(ids)} tokens and a prompt needs "
+                f"the validation split of {self.artefacts.text.target_corpus} has {len(ids)} tokens and a prompt needs "
                 f"{length}; lower sweep.prompt_tokens"
             )
         generator = torch.Generator().manual_seed(self.config.seed)

@@ -1,31 +1,44 @@
 """At which K does speculation pay? Speed for each K, beside the speed that theory predicts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specctl import theory
 from specctl.errors import UsageError
-from specctl.experiments.measure import Progress, Variant, acceptance_on, measure_speeds
+from specctl.experiments.intervals import CategoryFigures, Interval, PromptFigures, best_k
+from specctl.experiments.measure import Agreement, Progress, Variant, acceptance_on, measure_speeds, shared_figures
 from specctl.experiments.pair import Pair
 from specctl.experiments.timing import Costs, measure_costs
+from specctl.experiments.trace import Trace
+from specctl.experiments.workload import workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRow:
-    """One K. spread is half the range over repeats, tokens/s; K = 0 is plain decoding."""
+    """One K; K = 0 is plain decoding. Intervals are 95 %, over prompts; spread is `Speed.spread`, tokens/s.
+
+    predicted_speedup: None where no prompts were left to predict from.
+    """
 
     k: int
     tokens_per_second: float
     spread: float
     speedup: float | None
-    predicted_speedup: float
+    predicted_speedup: float | None
     acceptance_rate: float | None
     mean_acceptance_length: float | None
+    speedup_interval: Interval | None = None
+    mean_acceptance_length_interval: Interval | None = None
+    by_category: list[CategoryFigures] = field(default_factory=list)
+    by_prompt: list[PromptFigures] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """conditional_acceptance: at the largest K, from prompts other than the measured ones."""
+    """conditional_acceptance: at the largest K, from prompts other than the measured ones.
+
+    note: what a reader must know about the columns, if anything.
+    """
 
     drafter: str
     temperature: float
@@ -35,61 +48,58 @@ class Sweep:
     verify_cost: dict[int, float]
     conditional_acceptance: list[float]
     reason: str
+    note: str | None = None
 
 
-def sweep_k(pair: Pair, drafter: str, progress: Progress | None = None) -> Sweep:
-    """Measure every K of `sweep.k`; predict each from acceptance on other prompts and costs timed apart."""
+def sweep_k(pair: Pair, drafter: str, progress: Progress | None = None, trace: Trace | None = None) -> Sweep:
+    """Measure every K of `sweep.k`; predict each from acceptance on other prompts and costs timed apart.
+
+    `trace` takes down the rounds of the prompts that are not timed.
+    """
     if drafter == "none":
         raise UsageError("sweep-k needs a drafter; choose one with --drafter NAME")
-    ks = sorted(set(pair.config.sweep.k))
-    other_prompts = pair.prompts(pair.config.sweep.num_prompts or 4, offset=pair.config.sweep.num_prompts or 4)
-    acceptance: list[float] = []
+    ks, work, seed = pair.ks(drafter), workload(pair), pair.config.seed
+    if trace and not work.held_out:
+        raise UsageError(f"--trace takes down prompts that are not timed. {work.note}")
+    agreement: Agreement | None = None
     costs = None
     if ks[-1] > 0:
-        acceptance = acceptance_on(pair, drafter, ks[-1], other_prompts).stats.conditional_acceptance
         costs = measure_costs(pair, drafter, ks)
-    speeds = measure_speeds(pair, [Variant(drafter, k) for k in ks], progress)
+        if work.held_out:
+            others = [prompt.token_ids for prompt in work.held_out]
+            agreement = acceptance_on(pair, drafter, ks[-1], others, trace)
+    speeds = measure_speeds(pair, [Variant(drafter, k) for k in ks], work.measured, progress)
     plain = speeds.get(Variant(drafter, 0))
-    rows = []
-    for k in ks:
-        speed = speeds[Variant(drafter, k)]
-        rows.append(
-            SweepRow(
-                k=k,
-                tokens_per_second=speed.tokens_per_second,
-                spread=speed.spread,
-                speedup=speed.tokens_per_second / plain.tokens_per_second if plain else None,
-                predicted_speedup=_predict(k, acceptance, costs),
-                acceptance_rate=speed.stats.acceptance_rate,
-                mean_acceptance_length=speed.stats.mean_acceptance_length,
-            )
+    rows = [
+        SweepRow(
+            k=k,
+            predicted_speedup=_predict(k, agreement, costs),
+            **shared_figures(speeds[Variant(drafter, k)], plain, work.measured, seed),
         )
-    best = best_row(rows)
+        for k in ks
+    ]
+    best = best_k({k: speeds[Variant(drafter, k)].timings for k in ks}, seed)
     return Sweep(
         drafter=drafter,
         temperature=pair.config.decoding.temperature,
         rows=rows,
-        best_k=best.k,
+        best_k=best,
         cost_ratio=costs.cost_ratio if costs else None,
         verify_cost=costs.verify_cost if costs else {1: 1.0},
-        conditional_acceptance=acceptance,
-        reason=explain(best, rows, costs),
+        conditional_acceptance=agreement.stats.conditional_acceptance if agreement else [],
+        reason=explain(next(row for row in rows if row.k == best), rows, costs),
+        note=work.note if costs else None,
     )
 
 
-def _predict(k: int, acceptance: list[float], costs: Costs | None) -> float:
+def _predict(k: int, agreement: Agreement | None, costs: Costs | None) -> float | None:
     if k == 0 or costs is None:
         return 1.0
-    reached = (acceptance + acceptance[-1:] * k)[:k]  # positions never reached: as the last one that was
-    tokens = theory.expected_tokens_from_positions(reached)
-    return theory.speedup(tokens, k, costs.cost_ratio, costs.verify_cost[k + 1], costs.overhead[k])
-
-
-def best_row(rows: Sequence[SweepRow]) -> SweepRow:
-    """The smallest K whose speed lies within the fastest one's spread."""
-    winner = max(rows, key=lambda row: row.tokens_per_second)
-    near = [row for row in rows if row.tokens_per_second >= winner.tokens_per_second - winner.spread]
-    return min(near, key=lambda row: row.k)
+    if agreement is None:
+        return None
+    tokens = 1 + sum(agreement.marginal_acceptance[:k])
+    prices = costs.cost_ratio, costs.verify_cost[k + 1], costs.overhead[k]
+    return theory.speedup(tokens, k, *prices, drafted_share=agreement.drafted_share)
 
 
 def explain(best: SweepRow, rows: Sequence[SweepRow], costs: Costs | None) -> str:
@@ -97,10 +107,11 @@ def explain(best: SweepRow, rows: Sequence[SweepRow], costs: Costs | None) -> st
     if costs is None:
         return "Only plain decoding was measured."
     if best.k == 0:
-        allowed = max(row.predicted_speedup for row in rows)
+        predicted = [row.predicted_speedup for row in rows if row.k > 0 and row.predicted_speedup is not None]
+        allowed = f" (theory allows {max(predicted):.2f}x)" if predicted else ""
         return (
             f"Do not speculate with this pair: a draft step costs {costs.cost_ratio:.2f} target steps, and no K "
-            f"was faster than plain decoding beyond its spread (theory allows {allowed:.2f}x)."
+            f"was faster than plain decoding beyond doubt{allowed}."
         )
 
     def price(k: int) -> float:

@@ -4,6 +4,7 @@ Only safetensors is read or written, never a pickle. A folder loads whole or not
 Knows nothing about tokenizers or how a model was made.
 """
 
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import nn
 
 from specctl.errors import UsageError
 from specctl.models.llama import Llama, LlamaShape
-from specctl.run_folder import read_json, write_atomic, write_json
+from specctl.run_folder import fingerprint, read_json, write_atomic, write_json
 
 
 def save_checkpoint(module: Llama, folder: Path, end_of_text: int | None) -> None:
@@ -52,19 +54,35 @@ def load_checkpoint(folder: Path) -> Llama:
     weights_path = folder / "model.safetensors"
     if not weights_path.is_file():
         raise UsageError(f"{weights_path} is missing; a checkpoint folder holds config.json and model.safetensors")
-    try:
-        weights = load_file(weights_path)
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{weights_path} cannot be read ({error}); it is truncated or not safetensors") from None
+    weights = read_weights(weights_path)
     if module.shape.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
         weights["lm_head.weight"] = weights.get("model.embed_tokens.weight", torch.empty(0))
     expected = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
     found = {name: tuple(weight.shape) for name, weight in weights.items() if not name.endswith("rotary_emb.inv_freq")}
-    _refuse_difference(weights_path, expected, found)
+    refuse_difference(weights_path, expected, found)
     dtype = torch.float64 if weights["model.norm.weight"].dtype == torch.float64 else torch.float32
     module.to(dtype).load_state_dict({name: weights[name] for name in expected})
     return module
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file; UsageError naming it where it cannot be read."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); it is truncated or not safetensors") from None
+
+
+def weights_fingerprint(module: nn.Module) -> str:
+    """16 hex digits for the weights of a module: names, shapes and 1,024 values of each, evenly spread."""
+    samples = {}
+    for name, weight in module.state_dict().items():
+        flat = weight.detach().reshape(-1)
+        places = torch.linspace(0, len(flat) - 1, min(len(flat), 1024), device=flat.device).long()
+        values = flat[places].cpu().double().numpy().tobytes()
+        samples[name] = [list(weight.shape), hashlib.sha256(values).hexdigest()]
+    return fingerprint(samples)
 
 
 def end_tokens(folder: Path) -> frozenset[int]:
@@ -121,7 +139,8 @@ def _refuse_unsupported(path: Path, config: dict[str, Any], rope: dict[str, Any]
         raise UsageError(f"{path} uses {', '.join(found)}, which this decoder does not support")
 
 
-def _refuse_difference(path: Path, expected: dict[str, Any], found: dict[str, Any]) -> None:
+def refuse_difference(path: Path, expected: dict[str, Any], found: dict[str, Any]) -> None:
+    """Raise UsageError for tensors (shapes by name) that are missing, foreign or of another shape."""
     problems = [f"lacks {name}" for name in expected if name not in found]
     problems += [f"has the foreign tensor {name}" for name in found if name not in expected]
     problems += [

@@ -5,7 +5,8 @@ from rich.text import Text
 
 from specctl.events import Round
 from specctl.experiments.generate import Generation
-from specctl.tokenizer import TextStream, Tokenizer
+from specctl.stopping import VisibleText
+from specctl.tokenizer import Tokenizer
 
 _STYLES = {"accepted": "green", "recovered": "red", "bonus": "blue"}
 _BRACKETS = {"accepted": "", "recovered": "~", "bonus": "+"}
@@ -15,13 +16,15 @@ class Stream:
     """Prints a generation round by round: plain text, or, with `show_rounds`, tokens by kind.
 
     In a pipe there are no colours, and `~` stands before a recovered token, `+` before a bonus one.
-    Plain text is never half a character.
+    Plain text is never half a character and never the beginning of a stop string; rounds show every token.
     """
 
-    def __init__(self, console: Console, tokenizer: Tokenizer, prompt: str, show_rounds: bool, quiet: bool) -> None:
+    def __init__(
+        self, console: Console, tokenizer: Tokenizer, text: VisibleText, prompt: str, show_rounds: bool, quiet: bool
+    ) -> None:
         self._console, self._tokenizer, self._prompt = console, tokenizer, prompt
         self._show_rounds, self._quiet = show_rounds, quiet
-        self._text = TextStream(tokenizer)
+        self._text = text
 
     def begin(self) -> None:
         if self._quiet:

@@ -3,35 +3,46 @@
 Everything lies in the run folder beside the recipe that it was made from. An artefact whose recipe
 is no longer the config's is stale: it is made again, saying what changed, and the old one is moved
 to `NAME.previous` (models only). Nothing made from one config is ever used under another.
+
+A training killed before its end leaves its state beside its folder: what is missing is made from the state of
+the same recipe, if there is one, since the result is the same. One that was interrupted leaves the model as it
+was too (the best checkpoint so far); that is used as it is until `resume` is asked for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specctl import run_folder
-from specctl.config import DrafterConfig, ModelConfig, RunConfig, TargetConfig
-from specctl.corpus import fingerprint_documents, load_token_ids, read_documents, split_documents, write_token_ids
-from specctl.errors import Interrupted, UsageError
-from specctl.hardware import num_cores
-from specctl.models.checkpoint import load_checkpoint, save_checkpoint
-from specctl.models.llama import Llama, LlamaShape
-from specctl.tokenizer import Tokenizer
-from specctl.training.loop import (
-    Blocks,
-    TokenIds,
-    TrainingReport,
-    estimate_seconds,
-    train,
-    validation_loss,
+from specctl.config import (
+    DrafterConfig,
+    DraftModelConfig,
+    MedusaConfig,
+    NgramConfig,
+    RunConfig,
+    TargetConfig,
+    TrainingConfig,
 )
+from specctl.errors import UsageError
+from specctl.hardware import num_cores
+from specctl.models.checkpoint import load_checkpoint
+from specctl.models.llama import Llama
+from specctl.models.medusa import MedusaHeads
+from specctl.models.medusa_checkpoint import load_heads
+from specctl.tokenizer import Tokenizer
+from specctl.training.blocks import Blocks
+from specctl.training.checkpoints import REPORT, interrupted_at, read_report, refuse_changes, train_into, unfinished
+from specctl.training.jobs import Job, heads_job, model_job
+from specctl.training.keeper import Keeper, Narrate
+from specctl.training.loop import estimate_seconds
+from specctl.training.state import TrainingState, state_path
+from specctl.training.text import RunText
 
-Narrate = Callable[[str], None]
+Trainable = TargetConfig | DraftModelConfig | MedusaConfig
 
 
 class Artefacts:
@@ -42,60 +53,19 @@ class Artefacts:
 
     def __init__(self, config: RunConfig, *, narrate: Narrate, may_train: bool = True, progress: bool = False) -> None:
         """Raises UsageError where the run folder cannot be written."""
-        self.config, self.folder = config, Path(config.run_dir)
-        self._narrate, self._may_train, self._progress = narrate, may_train, progress
-        self._documents: dict[str, tuple[list[str], str]] = {}
+        self.config, self.folder, self.narrate = config, Path(config.run_dir), narrate
+        self._keeper, self._progress = Keeper(narrate, may_train), progress
+        self.text = RunText(
+            config, self._keeper, target=self.target, target_recipe=self._target_recipe, progress=progress
+        )
         self._loaded: dict[str, Llama] = {}
-        self._outdated: set[Path] = set()
+        self._resumed: set[str] = set()
         self._trained: set[str] = set()
         run_folder.ensure_writable(self.folder)
 
-    # Text
-
-    def documents(self, corpus: str) -> tuple[list[str], str]:
-        """A corpus's documents and their fingerprint."""
-        if corpus not in self._documents:
-            source = self.config.corpora[corpus]
-            documents = read_documents(builtin=source.builtin, paths=source.paths)
-            self._documents[corpus] = (documents, fingerprint_documents(documents))
-        return self._documents[corpus]
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer: the target folder's where target.path is given, else trained here."""
-        if self.config.target.path:
-            return Tokenizer.load(Path(self.config.target.path))
-        corpus = self.config.tokenizer.corpus or self.target_corpus
-        documents, text = self.documents(corpus)
-        recipe = {"vocab_size": self.config.tokenizer.vocab_size, "text": text}
-        folder = self.folder / "tokenizer"
-        if not self._is_current(folder, recipe):
-            self._announce(folder, f"training a tokenizer of {self.config.tokenizer.vocab_size} entries on {corpus}")
-            train_documents, _ = split_documents(documents, self.config.corpora[corpus].validation_fraction)
-            with run_folder.replacing(folder, recipe) as new:
-                Tokenizer.train(train_documents, self.config.tokenizer.vocab_size).save(new)
-        return Tokenizer.load(folder)
-
-    def token_ids(self, corpus: str, split: str) -> TokenIds:
-        """A corpus's token ids for "train" or "validation", memory-mapped."""
-        documents, text = self.documents(corpus)
-        fraction = self.config.corpora[corpus].validation_fraction
-        recipe = {"text": text, "validation_fraction": fraction, "tokenizer": self.tokenizer.fingerprint()}
-        folder = self.folder / "tokens" / corpus
-        if not self._is_current(folder, recipe):
-            self._announce(folder, f"tokenising {corpus} ({len(documents):,} documents)")
-            train_documents, validation_documents = split_documents(documents, fraction)
-            splits = {"train": train_documents, "validation": validation_documents}
-            with run_folder.replacing(folder, recipe) as new:
-                write_token_ids(new, corpus, splits, self.tokenizer, progress=self._progress)
-        return load_token_ids(folder / f"{corpus}.{split}.npy")
-
-    # Models
-
     @property
-    def target_corpus(self) -> str:
-        assert self.config.target.corpus is not None  # the config model refuses a run without
-        return self.config.target.corpus
+    def tokenizer(self) -> Tokenizer:
+        return self.text.tokenizer
 
     def drafter_config(self, name: str) -> DrafterConfig:
         """Raises UsageError for a name that the config does not have."""
@@ -104,15 +74,19 @@ class Artefacts:
             raise UsageError(f"no drafter is named {name!r} under drafters in the config; known are {known}")
         return self.config.drafters[name]
 
+    def ensure(self, name: str) -> None:
+        """Train "target" or a drafter if the run lacks it. Raises UsageError for a drafter that is not trained."""
+        source = self._source(name)
+        if not source.path:
+            self._ensure_trained(name, source)
+
     def target(self) -> Llama:
         """The target, trained first if the run lacks it."""
-        return self._model("target", self.config.target)
+        return self._model("target")
 
     def draft(self, name: str) -> Llama:
-        """A drafter's model, trained first if the run lacks it; refused if it does not fit the target."""
-        if self.drafter_config(name).kind != "draft_model":
-            raise UsageError(f"drafter {name} is of kind {self.drafter_config(name).kind} and has nothing to train")
-        module = self._model(name, self.drafter_config(name))
+        """A draft model, trained first if the run lacks it; refused if it does not fit the target."""
+        module = self._model(name)
         target = self.target()
         if module.shape.vocab_size != target.shape.vocab_size:
             raise UsageError(
@@ -121,13 +95,18 @@ class Artefacts:
             )
         return module
 
+    def heads(self, name: str) -> MedusaHeads:
+        """Medusa heads, trained first if the run lacks them; refused if they are of another target."""
+        target = self.target()
+        self.ensure(name)
+        return load_heads(self.model_folder(name), target).eval()
+
     def report(self, name: str) -> dict[str, Any]:
         """What the training of "target" or a drafter reported. Raises UsageError for a `path:` model."""
         source = self._source(name)
         if source.path:
             raise UsageError(f"{name} comes from {source.path} and is not trained here; take its path out to train it")
-        report: dict[str, Any] = run_folder.read_json(self.model_folder(name) / "training.json")
-        return report
+        return read_report(self.model_folder(name))
 
     def model_folder(self, name: str) -> Path:
         source = self._source(name)
@@ -135,16 +114,21 @@ class Artefacts:
             return Path(source.path)
         return self.folder / "target" if name == "target" else self.folder / "drafters" / name
 
-    def _source(self, name: str) -> TargetConfig | DrafterConfig:
-        return self.config.target if name == "target" else self.drafter_config(name)
+    def _source(self, name: str) -> Trainable:
+        if name == "target":
+            return self.config.target
+        source = self.drafter_config(name)
+        if isinstance(source, NgramConfig):
+            raise UsageError(f"drafter {name} is of kind {source.kind} and has nothing to train")
+        return source
 
-    def _model(self, name: str, source: TargetConfig | DrafterConfig) -> Llama:
+    def _model(self, name: str) -> Llama:
         if name not in self._loaded:
-            if source.path:
-                self._check_tokenizer(name, Path(source.path))
-            else:
-                self._ensure_trained(name, source)
-            module = load_checkpoint(self.model_folder(name)).eval()
+            self.ensure(name)
+            folder = self.model_folder(name)
+            if self._source(name).path:
+                self._check_tokenizer(name, folder)
+            module = load_checkpoint(folder).eval()
             if self.tokenizer.vocab_size > module.shape.vocab_size:
                 raise UsageError(
                     f"{name} has {module.shape.vocab_size} vocabulary rows and its tokenizer "
@@ -163,112 +147,126 @@ class Artefacts:
                 f"{name}: the tokenizer in {folder} differs from the target's ({difference}); speculation needs one"
             )
 
-    def _ensure_trained(self, name: str, source: TargetConfig | DrafterConfig) -> None:
-        corpus = source.corpus or self.target_corpus
-        recipe = self._recipe(name, source)
-        folder = self.model_folder(name)
-        if self._is_current(folder, recipe):
-            steps, planned = self.report(name)["steps"], source.training.steps
-            if steps < planned:
-                self._narrate(f"{name} was interrupted at step {steps} of {planned} and is used as it is")
+    def _ensure_trained(self, name: str, source: Trainable) -> None:
+        recipe, folder, resumed = self._recipe(name, source), self.model_folder(name), name in self._resumed
+        if resumed:
+            refuse_changes(folder, recipe, name)
+        elif self._keeper.is_current(folder, recipe):
+            if step := interrupted_at(folder):
+                where = f"interrupted at step {step:,} of {source.training.steps:,}"
+                self.narrate(f"{name} was {where} and is used as it is; {_resume_command(name, source)} goes on")
             return
-        train_ids, held_out_ids = self.token_ids(corpus, "train"), self.token_ids(corpus, "validation")
-        # Too little text is said before anything is trained.
-        Blocks(train_ids, source.training.block_size, f"{corpus} train")
-        Blocks(held_out_ids, source.training.block_size, f"{corpus} validation")
-        teacher = self.target() if source.training.loss == "kl" and name != "target" else None
-        module = Llama(_shape(source.model, self.tokenizer.vocab_size))
-        module.initialise(source.training.seed)
-        with _training_threads(self.config):
-            seconds = estimate_seconds(module, source.training, teacher)
-            self._announce(
-                folder,
-                f"training {name} ({module.num_parameters:,} parameters, {source.training.steps:,} steps on {corpus}, "
-                f"about {_duration(seconds)})",
-            )
-            report = train(
-                module, name, train_ids, held_out_ids, source.training, teacher=teacher, progress=self._progress
-            )
-            details = self._describe(name, source, module, report)
-        with run_folder.replacing(folder, recipe, keep_previous=True) as new:
-            save_checkpoint(module, new, self.tokenizer.end_of_text)
-            self.tokenizer.save(new)
-            run_folder.write_json(new / "training.json", details)
-        self._trained.add(name)
-        if report.interrupted:
-            raise Interrupted(
-                f"{name}: interrupted at step {report.steps} of {source.training.steps}; the model as it was is in "
-                f"{folder} and will be used; train again with --force"
-            )
+        state = None if self._keeper.is_outdated(folder) else unfinished(folder, recipe)
+        if resumed and state is None:
+            if self._keeper.is_current(folder, recipe):
+                if interrupted_at(folder):
+                    raise UsageError(f"{name}: the state of its training, {state_path(folder)}, is gone; use --force")
+                return
+            self.narrate(f"{name} has no training to resume; it begins")
+        self._train(name, source, state)
 
-    def _recipe(self, name: str, source: TargetConfig | DrafterConfig) -> dict[str, Any]:
+    def _train(self, name: str, source: Trainable, state: TrainingState | None) -> None:
+        """Train a model, or go on from `state`, and put it in its place."""
+        corpus, training, folder = source.corpus or self.text.target_corpus, source.training, self.model_folder(name)
+        # Too little text is said before anything is trained.
+        blocks = Blocks(self.text.token_ids(corpus, "train"), training.block_size, f"{corpus} train")
+        job = self._job(name, source)
+        done = state.step if state else 0
+        with _training_threads(self.config):
+            seconds = _duration(estimate_seconds(job.task, training, training.steps - done))
+            size = f"{job.num_parameters:,} parameters, {training.steps:,} steps on {corpus}, about {seconds}"
+            self._keeper.announce(
+                folder,
+                f"training {name} ({size})"
+                if state is None
+                else f"going on with {name} at step {done:,} of {training.steps:,}, about {seconds}",
+            )
+            facts = {
+                "name": name,
+                "num_parameters": job.num_parameters,
+                "corpus": corpus,
+                "threads": torch.get_num_threads(),
+                "loss": training.loss,
+                "path": str(folder),
+            }
+            train_into(
+                folder,
+                self._recipe(name, source),  # afresh: the teacher, made by now, is a part of it
+                job.task,
+                name,
+                blocks,
+                training,
+                state=state,
+                write=job.write,
+                describe=lambda report: {**facts, **job.describe(report)},
+                narrate=self.narrate,
+                resume_command=_resume_command(name, source),
+                progress=self._progress,
+            )
+        self._trained.add(name)
+
+    def _held_out(self, corpus: str, training: TrainingConfig) -> Tensor:
+        ids = self.text.token_ids(corpus, "validation")
+        return Blocks(ids, training.block_size, f"{corpus} validation").spread(training.eval_blocks)
+
+    def _job(self, name: str, source: Trainable) -> Job:
+        training = source.training
+        held_out = self._held_out(source.corpus or self.text.target_corpus, training)
+        if isinstance(source, MedusaConfig):
+            return heads_job(source, self.target(), held_out)
+        others = source.corpus not in (None, self.text.target_corpus)
+        return model_job(
+            source,
+            self.tokenizer,
+            held_out,
+            teacher=self.target() if training.loss == "kl" and name != "target" else None,
+            shared=self._held_out(self.text.target_corpus, training) if others else held_out,
+        )
+
+    def _recipe(self, name: str, source: Trainable) -> dict[str, Any]:
         """All that decides what a trained model is."""
-        corpus = source.corpus or self.target_corpus
-        recipe: dict[str, Any] = {
-            "model": source.model.model_dump(),
-            "training": source.training.model_dump(),
-            "text": self.documents(corpus)[1],
-            "validation_fraction": self.config.corpora[corpus].validation_fraction,
-            "tokenizer": self.tokenizer.fingerprint(),
-        }
-        if source.training.loss == "kl" and name != "target":
-            target = self.config.target
-            recipe["teacher"] = {"path": target.path} if target.path else self._recipe("target", target)
+        corpus = source.corpus or self.text.target_corpus
+        recipe: dict[str, Any] = {"training": source.training.model_dump(), **self.text.recipe(corpus)}
+        if isinstance(source, MedusaConfig):
+            recipe["heads"] = source.model_dump(include={"num_heads", "num_hidden_layers", "original_lm_head"})
+        else:
+            recipe["model"] = source.model.model_dump()
+        if name != "target" and (source.training.loss == "kl" or isinstance(source, MedusaConfig)):
+            recipe["teacher"] = self._target_recipe()
         return recipe
 
-    def _describe(
-        self, name: str, source: TargetConfig | DrafterConfig, module: Llama, report: TrainingReport
-    ) -> dict[str, Any]:
-        """The report as stored: validation_loss is on the target's corpus, own_validation_loss on its own."""
-        corpus, training = source.corpus or self.target_corpus, source.training
-        shared = report.validation_loss
-        if corpus != self.target_corpus:
-            ids = self.token_ids(self.target_corpus, "validation")
-            blocks = Blocks(ids, training.block_size, f"{self.target_corpus} validation").spread(training.eval_blocks)
-            shared = validation_loss(module, blocks, training.batch_size)
-        return {
-            "name": name,
-            "num_parameters": module.num_parameters,
-            "corpus": corpus,
-            "threads": torch.get_num_threads(),
-            **asdict(report),
-            "validation_loss": shared,
-            "own_validation_loss": report.validation_loss,
-            "path": str(self.model_folder(name)),
-        }
-
-    # Recipes
-
-    def _is_current(self, folder: Path, recipe: dict[str, Any]) -> bool:
-        found = run_folder.read_recipe(folder)
-        if found is None or folder in self._outdated:
-            return False
-        differences = run_folder.differences(found, recipe)
-        if differences:
-            self._narrate(f"{folder} was made from another config ({'; '.join(differences)})")
-        return not differences
-
-    def _announce(self, folder: Path, what: str) -> None:
-        if not self._may_train:
-            raise UsageError(f"{folder} is missing or stale, and --no-train forbids {what}; run without --no-train")
-        self._narrate(what)
+    def _target_recipe(self) -> dict[str, Any]:
+        target = self.config.target
+        if target.path:
+            return {"path": target.path}
+        step = interrupted_at(self.model_folder("target"))
+        return {**self._recipe("target", target), **({"interrupted_at": step} if step else {})}
 
     def is_trained(self, name: str) -> bool:
-        """Whether a model that this run trains lies in its folder, current or not."""
-        return not self._source(name).path and (self.model_folder(name) / "training.json").is_file()
+        """Whether something that this run trains lies in its folder, current or not."""
+        if name != "target" and isinstance(self.drafter_config(name), NgramConfig):
+            return False
+        return not self._source(name).path and (self.model_folder(name) / REPORT).is_file()
 
     def was_trained(self, name: str) -> bool:
         """Whether this object trained it, rather than found it."""
         return name in self._trained
 
+    def resume(self, name: str) -> None:
+        """Make the next use of "target" or a drafter go on with its interrupted training, if it has one."""
+        self._resumed.add(name)
+
     def train_again(self, name: str) -> None:
         """Make the next use of "target" or a drafter train it, current or not."""
         if not self._source(name).path:
-            self._outdated.add(self.model_folder(name))
+            self._keeper.outdate(self.model_folder(name))
 
 
-def _shape(model: ModelConfig, vocab_size: int) -> LlamaShape:
-    return LlamaShape(vocab_size=vocab_size, **model.model_dump())
+def _resume_command(name: str, source: Trainable) -> str:
+    if name == "target":
+        return "specctl train-target --resume"
+    command = "train-medusa" if isinstance(source, MedusaConfig) else "train-draft"
+    return f"specctl {command} --drafter {name} --resume"
 
 
 def _duration(seconds: float) -> str:

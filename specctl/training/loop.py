@@ -1,96 +1,83 @@
-"""The training loop: AdamW, warm-up and cosine, gradient clipping, validation loss.
+"""The training loop: AdamW, warm-up and cosine, gradient clipping, evaluation, the best checkpoint.
 
-One loop for targets (cross-entropy) and drafts (cross-entropy, or KL from a frozen teacher).
-Randomness comes from the config's seed and the global random state is left as it was; evaluation
-changes nothing. Knows nothing about files, corpora's names or the terminal beyond a tqdm bar.
-Sources: Loshchilov and Hutter 1711.05101 (AdamW), Hinton et al. 1503.02531 (distillation).
+It trains whatever a `Task` names, by the task's own loss and judged by the task's own score. At every
+evaluation it hands out its state, from which `train` goes on bit for bit (with the same number of
+threads). Randomness comes from the config's seed, the global random state is left as it was, and
+evaluation changes nothing. Knows nothing about models, files or the terminal beyond a tqdm bar.
+Source: Loshchilov and Hutter 1711.05101 (AdamW).
 
-Shapes: B blocks, T tokens, V vocab. Losses are in nats per token.
+Shapes: B blocks, T tokens.
 """
 
-import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from time import perf_counter
+from typing import Protocol
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from specctl.config import TrainingConfig
-from specctl.errors import NumericalError, UsageError
-from specctl.models.llama import Llama
+from specctl.errors import NumericalError
+from specctl.training.blocks import Blocks
+from specctl.training.state import TrainingState
 
-TokenIds = NDArray[np.unsignedinteger]
-Loss = Callable[[Tensor], Tensor]
+Weights = dict[str, Tensor]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What an evaluation found. score: higher is better, it decides which checkpoint is the best.
+
+    figures: what the report keeps. summary: the same in a few words, for the progress bar.
+    """
+
+    score: float
+    figures: dict[str, float]
+    summary: str
+
+
+class Task(Protocol):
+    """What is trained, and for what."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What is trained, saved and restored: all of its parameters."""
+
+    def loss(self, blocks: Tensor) -> Tensor:
+        """The loss of blocks [B, T + 1], with its gradient; called in training mode."""
+
+    def evaluate(self) -> Evaluation:
+        """How good the module is now; called in evaluation mode, without gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """An evaluation after `step` steps. train_loss: mean over the steps since the evaluation before."""
+
+    step: int
+    train_loss: float
+    score: float
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingReport:
-    """What a training did. train_loss is the mean over the last tenth of the steps, in its own loss."""
+    """What a training did. train_loss is the mean over the last tenth of the steps, in the task's loss.
 
-    loss: str
+    steps: done, the step of the last checkpoint. best_step: that of the best one. figures: the best one's.
+    """
+
     steps: int
+    best_step: int
     tokens: int
     seconds: float
     train_loss: float
-    validation_loss: float
-    interrupted: bool = False
-    curve: list[tuple[int, float, float]] = field(default_factory=list)  # step, train loss, validation loss
-
-
-class Blocks:
-    """Random and evenly spaced blocks of T + 1 tokens from a flat array of ids."""
-
-    def __init__(self, ids: TokenIds, block_size: int, split: str) -> None:
-        """Raises UsageError naming the split, what it needs and what it has."""
-        if len(ids) < block_size + 1:
-            raise UsageError(
-                f"the {split} split has {len(ids)} tokens and a block needs {block_size + 1}; "
-                "give more text or lower training.block_size"
-            )
-        self._ids, self._size = ids, block_size
-        self._last = len(ids) - block_size - 1
-
-    def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Blocks at random places, [count, T + 1] int64."""
-        return self._at(torch.randint(self._last + 1, (count,), generator=generator).tolist())
-
-    def spread(self, count: int) -> Tensor:
-        """At most `count` blocks at even distances, [count, T + 1] int64."""
-        return self._at(np.unique(np.linspace(0, self._last, count, dtype=np.int64)).tolist())
-
-    def _at(self, starts: list[int]) -> Tensor:
-        rows = [self._ids[start : start + self._size + 1].astype(np.int64) for start in starts]
-        return torch.from_numpy(np.stack(rows))
-
-
-def cross_entropy(module: Llama, blocks: Tensor) -> Tensor:
-    """Mean -log p(next token), nats."""
-    logits = module(blocks[:, :-1]).logits
-    return F.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten())
-
-
-def kl_from(teacher: Llama, module: Llama, blocks: Tensor) -> Tensor:
-    """Mean KL(teacher || module) over the positions of the blocks, nats."""
-    with torch.no_grad():
-        wanted = F.log_softmax(teacher(blocks[:, :-1]).logits, -1)
-    found = F.log_softmax(module(blocks[:, :-1]).logits, -1)
-    return F.kl_div(found.flatten(0, 1), wanted.flatten(0, 1), log_target=True, reduction="batchmean")
-
-
-@torch.no_grad()
-def validation_loss(module: Llama, blocks: Tensor, batch_size: int) -> float:
-    """Mean cross-entropy over blocks [N, T + 1], nats; the module comes back in the mode it had."""
-    was_training = module.training
-    module.eval()
-    total = sum(float(cross_entropy(module, part)) * len(part) for part in blocks.split(batch_size))
-    module.train(was_training)
-    return total / len(blocks)
+    figures: dict[str, float]
+    interrupted: bool
+    curve: list[CurvePoint]
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
@@ -103,81 +90,189 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
     return config.learning_rate * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def estimate_seconds(module: Llama, config: TrainingConfig, teacher: Llama | None) -> float:
-    """About how long `train` will take: a few steps, timed on a copy."""
-    trial, blocks = copy.deepcopy(module), torch.zeros(config.batch_size, config.block_size + 1, dtype=torch.int64)
-    times = []
-    for _ in range(4):
-        started = perf_counter()
-        _loss(trial, blocks, teacher).backward()
-        times.append(perf_counter() - started)
-    return min(times) * config.steps * 1.15
+def estimate_seconds(task: Task, config: TrainingConfig, steps: int) -> float:
+    """About how long `steps` steps will take: a few, timed without their update. Changes nothing."""
+    blocks, times = torch.zeros(config.batch_size, config.block_size + 1, dtype=torch.int64), []
+    with torch.random.fork_rng(devices=[]):
+        for _ in range(4):
+            started = perf_counter()
+            task.loss(blocks).backward()
+            times.append(perf_counter() - started)
+    task.module.zero_grad(set_to_none=True)
+    return min(times) * steps * 1.15
 
 
 def train(
-    module: Llama,
+    task: Task,
     name: str,
-    train_ids: TokenIds,
-    validation_ids: TokenIds,
+    blocks: Blocks,
     config: TrainingConfig,
     *,
-    teacher: Llama | None = None,
+    state: TrainingState | None = None,
+    save: Callable[[TrainingState], None] = lambda state: None,
+    stop: Callable[[], bool] = lambda: False,
     progress: bool = False,
-) -> TrainingReport:
-    """Train in place. Ctrl+C ends it early with `interrupted` set and the weights as they are.
+) -> tuple[TrainingReport, Weights]:
+    """Train the task's module in place, or go on from `state`; return the report and the last weights.
 
-    Raises NumericalError, naming model and step, when the loss is not finite; UsageError when a
-    split is smaller than a block.
+    The module ends with the best weights among all evaluations, the first of equals. `save` is called
+    with the state at every evaluation, and once more where `stop`, asked after each step, ends the
+    training early. (An early end is then evaluated for the report; the state knows nothing of that.)
+    Raises NumericalError, naming model and step, when a loss or a score is not finite.
     """
-    train_blocks = Blocks(train_ids, config.block_size, "train")
-    held_out = Blocks(validation_ids, config.block_size, "validation").spread(config.eval_blocks)
-    generator = torch.Generator().manual_seed(config.seed)
-    optimizer = _optimizer(module, config)
-    module.dropout = config.dropout
-    module.train()
-    losses: list[float] = []
-    report = TrainingReport(loss=config.loss, steps=0, tokens=0, seconds=0.0, train_loss=0.0, validation_loss=0.0)
-    started = perf_counter()
-    tokens_a_step = config.batch_size * config.block_size
     bar = tqdm(total=config.steps, desc=name, unit="step", disable=not progress, dynamic_ncols=True)
     with torch.random.fork_rng(devices=[]), bar:
         torch.manual_seed(config.seed)
-        try:
-            for step in range(config.steps):
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(config, step)
-                loss = _loss(module, train_blocks.sample(config.batch_size, generator), teacher)
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(module.parameters(), config.gradient_clip)
-                losses.append(float(loss.detach()))
-                if not math.isfinite(losses[-1]):
-                    raise NumericalError(f"{name}: the loss is {losses[-1]} at step {step}; lower its learning_rate")
-                optimizer.step()
-                bar.update()
-                if bar.n % 10 == 0:
-                    rate = bar.n * tokens_a_step / (perf_counter() - started)
-                    bar.set_postfix_str(f"loss {sum(losses[-50:]) / len(losses[-50:]):.3f}, {rate:,.0f} tokens/s")
-                if (step + 1) % config.eval_interval == 0 and step + 1 < config.steps:
-                    held_out_loss = validation_loss(module, held_out, config.batch_size)
-                    report.curve.append((step + 1, losses[-1], held_out_loss))
-        except KeyboardInterrupt:
-            report.interrupted = True
-    module.eval()
-    tail = losses[-max(1, len(losses) // 10) :]
-    report.steps, report.tokens = len(losses), len(losses) * tokens_a_step
-    report.train_loss = sum(tail) / len(tail) if tail else math.nan
-    report.validation_loss = validation_loss(module, held_out, config.batch_size)
-    report.curve.append((report.steps, report.train_loss, report.validation_loss))
-    report.seconds = perf_counter() - started
-    return report
+        run = _Run(task, name, config)
+        if state is not None:
+            run.restore(state)
+            bar.update(run.step)
+        task.module.train()
+        while run.step < config.steps:
+            run.take_step(blocks)
+            bar.update()
+            if run.step % 10 == 0:
+                bar.set_postfix_str(run.summary)
+            evaluated = run.step % config.eval_interval == 0 or run.step == config.steps
+            if evaluated:
+                run.evaluate()
+                save(run.state())
+            if stop() and run.step < config.steps:
+                if not evaluated:
+                    save(run.state())
+                    run.evaluate()
+                break
+        task.module.eval()
+        return run.report(), run.put_best()
 
 
-def _loss(module: Llama, blocks: Tensor, teacher: Llama | None) -> Tensor:
-    return cross_entropy(module, blocks) if teacher is None else kl_from(teacher, module, blocks)
+class _Run:
+    """A training under way: all that changes in it, and that its state therefore holds."""
+
+    def __init__(self, task: Task, name: str, config: TrainingConfig) -> None:
+        self._task, self._name, self._config = task, name, config
+        self._optimizer = _optimizer(task.module, config)
+        self._generator = torch.Generator().manual_seed(config.seed)
+        self._losses: list[float] = []
+        self._curve: list[CurvePoint] = []
+        self._best: Weights = {}
+        self._began, self._seconds_before, self._steps_before = perf_counter(), 0.0, 0
+        self._evaluation = ""
+
+    @property
+    def step(self) -> int:
+        return len(self._losses)
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds_before + perf_counter() - self._began
+
+    @property
+    def summary(self) -> str:
+        steps = self.step - self._steps_before
+        rate = steps * self._config.batch_size * self._config.block_size / (perf_counter() - self._began)
+        return f"loss {_mean(self._losses[-50:]):.3f}, {rate:,.0f} tokens/s{self._evaluation}"
+
+    def take_step(self, blocks: Blocks) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self._config, self.step)
+        loss = self._task.loss(blocks.sample(self._config.batch_size, self._generator))
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._task.module.parameters(), self._config.gradient_clip)
+        self._refuse_infinite("loss", float(loss.detach()))
+        self._optimizer.step()
+        self._losses.append(float(loss.detach()))
+
+    def evaluate(self) -> None:
+        self._task.module.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            found = self._task.evaluate()
+        self._task.module.train()
+        self._refuse_infinite("score of the evaluation", found.score)
+        if not self._curve or found.score > max(point.score for point in self._curve):
+            self._best = self._weights()
+        since = self._curve[-1].step if self._curve else 0
+        train_loss = _mean(self._losses[since:])
+        point = CurvePoint(step=self.step, train_loss=train_loss, score=found.score, figures=found.figures)
+        self._curve.append(point)
+        self._evaluation = f", {found.summary}"
+
+    def _refuse_infinite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise NumericalError(f"{self._name}: the {what} is {value} at step {self.step}; lower its learning_rate")
+
+    def _weights(self) -> Weights:
+        return {name: weight.detach().clone() for name, weight in self._task.module.named_parameters()}
+
+    def state(self) -> TrainingState:
+        moments = {
+            f"optimizer.{index}.{key}": value
+            for index, values in self._optimizer.state_dict()["state"].items()
+            for key, value in values.items()
+        }
+        tensors = {
+            **{f"last.{name}": weight for name, weight in self._weights().items()},
+            **{f"best.{name}": weight for name, weight in self._best.items()},
+            **moments,
+            "random.blocks": self._generator.get_state(),
+            "random.global": torch.get_rng_state(),
+            "losses": torch.tensor(self._losses, dtype=torch.float64),
+        }
+        values = {"curve": [asdict(point) for point in self._curve], "seconds": self.seconds}
+        return TrainingState(step=self.step, tensors=tensors, values=values)
+
+    def restore(self, state: TrainingState) -> None:
+        load_weights(self._task.module, _part(state.tensors, "last."))
+        self._best = _part(state.tensors, "best.")
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, value in _part(state.tensors, "optimizer.").items():
+            index, key = name.split(".")
+            moments.setdefault(int(index), {})[key] = value
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        self._generator.set_state(state.tensors["random.blocks"])
+        torch.set_rng_state(state.tensors["random.global"])
+        self._losses = state.tensors["losses"].tolist()
+        self._curve = [CurvePoint(**point) for point in state.values["curve"]]
+        self._seconds_before, self._steps_before = state.values["seconds"], self.step
+
+    def report(self) -> TrainingReport:
+        best = max(self._curve, key=lambda point: point.score)
+        return TrainingReport(
+            steps=self.step,
+            best_step=best.step,
+            tokens=self.step * self._config.batch_size * self._config.block_size,
+            seconds=self.seconds,
+            train_loss=_mean(self._losses[-max(1, self.step // 10) :]),
+            figures=best.figures,
+            interrupted=self.step < self._config.steps,
+            curve=self._curve,
+        )
+
+    def put_best(self) -> Weights:
+        """Leave the module with its best weights; return the last ones."""
+        last = self._weights()
+        load_weights(self._task.module, self._best)
+        return last
 
 
-def _optimizer(module: Llama, config: TrainingConfig) -> torch.optim.Optimizer:
+def load_weights(module: nn.Module, weights: Weights) -> None:
+    """Copy weights into the parameters of the same names."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(weights[name])
+
+
+def _part(tensors: Weights, prefix: str) -> Weights:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _optimizer(module: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only."""
     matrices = [weight for weight in module.parameters() if weight.dim() >= 2]
     vectors = [weight for weight in module.parameters() if weight.dim() < 2]

@@ -1,0 +1,73 @@
+"""A trace: one JSON line for each round, written as it happens.
+
+Knows events and what a `Watch` saw; `docs/metrics.md` lists the fields.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from io import FileIO
+from pathlib import Path
+
+from specctl.errors import SpecctlError, UsageError
+from specctl.events import Event, Round
+from specctl.experiments.watch import Watch
+
+
+class Trace:
+    """Writes the rounds of requests that pass through it."""
+
+    def __init__(self, file: FileIO, path: Path) -> None:
+        self._file, self._path = file, path
+
+    def follow(self, events: Iterable[Event], watch: Watch, *, prompt: int, drafter: str, k: int) -> Iterator[Event]:
+        """The same events; each round is on disk before it is passed on.
+
+        watch: the rule that the events are decoded with. prompt: the index of the prompt.
+        """
+        for event in events:
+            if isinstance(event, Round):
+                self._write(prompt, drafter, k, event, _rejection_entropy(event, watch))
+            yield event
+
+    def _write(self, prompt: int, drafter: str, k: int, round_: Round, rejection_entropy: float | None) -> None:
+        line = {
+            "prompt": prompt,
+            "drafter": drafter,
+            "k": k,
+            "round": round_.index,
+            "drafted": round_.drafted,
+            "num_accepted": round_.num_accepted,
+            "emitted": round_.emitted,
+            "closing": round_.closing,
+            "seconds": round_.seconds,
+            "draft_seconds": round_.draft_seconds,
+            "verify_seconds": round_.verify_seconds,
+            "rejection_entropy": rejection_entropy,
+        }
+        try:
+            self._file.write(json.dumps(line).encode("ascii") + b"\n")
+        except OSError as error:
+            raise SpecctlError(f"cannot write the trace {self._path}: {error.strerror or error}") from error
+
+
+def _rejection_entropy(round_: Round, watch: Watch) -> float | None:
+    """Entropy of the target's law where the round was cut short, nats; None unless it ended in a recovered token."""
+    return watch.judged()[-1].entropy if round_.closing == "recovered" else None
+
+
+@contextlib.contextmanager
+def open_trace(path: Path | None) -> Iterator[Trace | None]:
+    """A trace into a file that is made anew, None for no path. Raises UsageError where it cannot be written."""
+    if path is None:
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path, "wb", buffering=0))
+        except OSError as error:
+            raise UsageError(
+                f"cannot write the trace {path}: {error.strerror or error}; choose another file"
+            ) from error
+        yield Trace(file, path)

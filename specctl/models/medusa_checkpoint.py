@@ -1,0 +1,119 @@
+"""Medusa heads on disk: the layout of serving engines is written, and that of the original repository read too.
+
+Serving engines (vLLM and others) read `config.json` and `model.safetensors` with `blocks.{i}.layers.{j}.weight`
+and `lm_heads.{i}.weight`. The original repository wrote `medusa_lm_head.safetensors` with
+`{i}.{j}.linear.weight` and, for j = the number of layers, `{i}.{j}.weight`. Only safetensors is read.
+"""
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from specctl.errors import UsageError
+from specctl.models.checkpoint import read_weights, refuse_difference, weights_fingerprint
+from specctl.models.llama import Llama
+from specctl.models.medusa import MedusaHeads, MedusaShape
+from specctl.run_folder import read_json, write_atomic, write_json
+
+FINGERPRINT = "target_weights_fingerprint"
+ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
+
+
+def save_heads(heads: MedusaHeads, folder: Path, target: Llama) -> None:
+    """Write the folder in the layout of serving engines, with the fingerprint of the target's weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: weight.detach().cpu().contiguous() for name, weight in heads.state_dict().items()}
+    write_atomic(folder / "model.safetensors", save(weights, metadata={"format": "pt"}))
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        **asdict(heads.shape),
+        "truncated_vocab_size": heads.shape.vocab_size,
+        "torch_dtype": str(next(heads.parameters()).dtype).removeprefix("torch."),
+        FINGERPRINT: weights_fingerprint(target),
+    }
+    write_json(folder / "config.json", config)
+
+
+def load_heads(folder: Path, target: Llama) -> MedusaHeads:
+    """Load heads of either layout, widened to the target's dtype.
+
+    Raises UsageError naming the file and the cause: missing, truncated or incomplete files, and heads
+    of another target (hidden size, vocabulary, or the fingerprint of its weights where one is stored).
+    """
+    config = _read_config(folder)
+    if (folder / ORIGINAL_WEIGHTS).is_file():
+        path = folder / ORIGINAL_WEIGHTS
+        weights = {_engine_name(name, path): weight for name, weight in read_weights(path).items()}
+    else:
+        path = folder / "model.safetensors"
+        if not path.is_file():
+            raise UsageError(
+                f"{path} is missing (and so is {ORIGINAL_WEIGHTS}); weights in other formats, such as .pt, are not read"
+            )
+        weights = {name.removeprefix("medusa_heads."): weight for name, weight in read_weights(path).items()}
+    shape = _shape(folder, config, weights)
+    _refuse_other_target(folder, config, shape, target)
+    heads = MedusaHeads(shape)
+    expected = {name: tuple(weight.shape) for name, weight in heads.state_dict().items()}
+    refuse_difference(path, expected, {name: tuple(weight.shape) for name, weight in weights.items()})
+    heads.to(target.lm_head.weight.dtype).load_state_dict(weights)
+    return heads
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UsageError(f"{path} is missing; a folder of Medusa heads holds config.json and safetensors weights")
+    config = read_json(path)
+    kind = config.get("model_type", "medusa") if isinstance(config, dict) else None
+    if kind != "medusa" or not {"num_heads", "medusa_num_heads"} & config.keys():
+        raise UsageError(f"{path} does not describe Medusa heads (model_type medusa, num_heads)")
+    return config
+
+
+def _engine_name(name: str, path: Path) -> str:
+    """A name of the original repository as serving engines have it."""
+    match = re.fullmatch(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)", name)
+    if match is None:
+        raise UsageError(f"{path} has the foreign tensor {name}; nothing was loaded")
+    head, place, linear, kind = match.groups()
+    if linear:
+        return f"blocks.{head}.layers.{place}.{kind}"
+    return f"lm_heads.{head}.{kind}"
+
+
+def _shape(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> MedusaShape:
+    """Sizes from the config, those that the original repository left out from the weights."""
+    output = weights.get("lm_heads.0.weight")
+    if output is None or output.dim() != 2:
+        raise UsageError(f"{folder} lacks lm_heads.0.weight; nothing was loaded")
+    vocab_size, hidden_size = output.shape
+    if config.get("truncated_vocab_size", vocab_size) != config.get("vocab_size", vocab_size):
+        raise UsageError(f"{folder} holds heads of a truncated vocabulary, which is not supported")
+    biased = any(name.endswith(".bias") for name in weights)
+    return MedusaShape(
+        num_heads=config["num_heads"] if "num_heads" in config else config["medusa_num_heads"],
+        num_hidden_layers=config.get("num_hidden_layers", config.get("medusa_num_layers", 1)),
+        hidden_size=config.get("hidden_size", hidden_size),
+        vocab_size=config.get("vocab_size", vocab_size),
+        original_lm_head=config.get("original_lm_head", False),
+        medusa_fc_bias=config.get("medusa_fc_bias", biased),
+    )
+
+
+def _refuse_other_target(folder: Path, config: dict[str, Any], shape: MedusaShape, target: Llama) -> None:
+    for name in ("hidden_size", "vocab_size"):
+        mine, theirs = getattr(target.shape, name), getattr(shape, name)
+        if mine != theirs:
+            raise UsageError(f"the Medusa heads in {folder} are of another target: {name} {theirs}, here {mine}")
+    stored, present = config.get(FINGERPRINT), weights_fingerprint(target)
+    if stored is not None and stored != present:
+        raise UsageError(
+            f"the Medusa heads in {folder} were trained on a target with other weights "
+            f"(fingerprint {stored}, here {present}); train them again"
+        )
