@@ -65,8 +65,14 @@ class ModelConfig(Section):
         return self
 
 
+LossKind = Literal["ce", "kl", "acceptance"]
+
+
 class TrainingConfig(Section):
-    loss: Literal["ce", "kl"] = Field("ce", description="ce: next token of the text; kl: the target's distribution")
+    loss: LossKind = Field(
+        "ce",
+        description="ce: next token of the text; kl, acceptance: the target's distribution, by divergence or overlap",
+    )
     steps: int = Field(1000, ge=1)
     batch_size: int = Field(8, ge=1, description="blocks a step")
     block_size: int = Field(128, ge=1, description="tokens a block")
@@ -104,8 +110,11 @@ class DraftModelConfig(Section):
 class MedusaTrainingConfig(TrainingConfig):
     """Training of heads: other defaults."""
 
-    loss: Literal["ce", "kl"] = Field("kl", description="ce: the tokens of the text; kl: the target's distribution")
-    learning_rate: float = Field(1e-3, gt=0, description="peak, AdamW")
+    loss: LossKind = Field(
+        "acceptance",
+        description="ce: the tokens of the text; kl, acceptance: the target's distribution, by divergence or overlap",
+    )
+    learning_rate: float = Field(1e-2, gt=0, description="peak, AdamW")
 
 
 class NgramConfig(Section):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from fakes import CPU, Tiny, enumerated_law, law_of, max_error, random_llama
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2
@@ -32,6 +31,7 @@ from specctl.stopping import StopRules
 from specctl.training.blocks import Blocks
 from specctl.training.generated_text import _continue
 from specctl.training.loop import train
+from specctl.training.losses import cross_entropy
 from specctl.training.medusa_heads import MedusaTask
 
 
@@ -256,9 +256,9 @@ class Late:
         self._task = task
 
     def loss(self, blocks: Tensor) -> Tensor:
-        hidden, logits = self._task._read(blocks[:, :-1])
-        late = self._task._predictions(blocks[:, 1:], hidden, logits)
-        losses = [F.cross_entropy(found.flatten(0, 1), blocks[:, 3 + head :].flatten()) for head, found, _ in late]
+        hidden, _ = self._task._read(blocks[:, :-1])
+        late = self._task._predictions(hidden)
+        losses = [cross_entropy(found, blocks[:, 3 + head :]) for head, found in late]
         return torch.stack(losses).mean()
 
 
@@ -276,7 +276,7 @@ def trained_heads(target: Llama, loss: str, late: bool = False) -> tuple[MedusaH
     return heads.eval(), report.figures
 
 
-@pytest.mark.parametrize("loss", ["ce", "kl"])
+@pytest.mark.parametrize("loss", ["ce", "kl", "acceptance"])
 def test_a_cycle_is_learned_by_every_head(cycle: Llama, loss: str) -> None:
     """The corpus "abcdefgh" repeated: every head right, acceptance 1, heads + 1 tokens a pass."""
     heads, figures = trained_heads(cycle, loss)

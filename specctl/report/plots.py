@@ -201,21 +201,22 @@ _BREAK_EVEN: dict[str, Any] = {
 
 def training_figure(reports: Sequence[Mapping[str, Any]]) -> "Figure":
     """Loss curves: cross-entropy of all models, and beside it the KL divergence of those trained on it."""
-    distilled = any(report["loss"] == "kl" for report in reports)
+    distilled = any(report["loss"] != "ce" for report in reports)
     figure = new_figure(12 if distilled else 8, 4.5, "Training, each model on its own text")
     panels = figure.subplots(1, 2 if distilled else 1, squeeze=False)[0]
     for at, report in enumerate(reports):
         color, marker = _COLORS[at % len(_COLORS)], _MARKERS[at % len(_MARKERS)]
         held_out = [(p["step"], p["figures"][_HELD_OUT]) for p in report["curve"] if _HELD_OUT in p["figures"]]
         _curve(panels[0], held_out, color=color, marker=marker, label=report["name"])
-        axes = panels[1] if report["loss"] == "kl" else panels[0]
+        axes = panels[1] if report["loss"] != "ce" else panels[0]
         trained = [(p["step"], p["train_loss"]) for p in report["curve"]]
         _curve(axes, trained, color=color, marker=marker, markerfacecolor="white", linestyle="--")
     panels[0].set_ylabel("cross-entropy, nats per token")
     panels[0].plot([], [], color="grey", label="validation")
     panels[0].plot([], [], color="grey", linestyle="--", marker="o", markerfacecolor="white", label=_TRAIN)
     if distilled:
-        panels[1].set_ylabel("KL divergence from the target,\nnats per token")
+        kinds = {report["loss"] for report in reports} - {"ce"}
+        panels[1].set_ylabel("\n".join(_DISTANCES[kind] for kind in sorted(kinds)))
         panels[1].set_ylim(bottom=0)
     for axes in panels:
         axes.set_xlabel("training step")
@@ -247,5 +248,9 @@ def heads_figure(reports: Sequence[Mapping[str, Any]]) -> "Figure":
     return figure
 
 
+_DISTANCES = {
+    "kl": "KL divergence from the target,\nnats per token",
+    "acceptance": "-log of the overlap with the target,\nnats per token",
+}
 _HELD_OUT = "validation_loss"
 _TRAIN = "training text, mean since\nthe evaluation before"

@@ -219,7 +219,7 @@ class Artefacts:
             source,
             self.tokenizer,
             held_out,
-            teacher=self.target() if training.loss == "kl" and name != "target" else None,
+            teacher=self.target() if training.loss != "ce" and name != "target" else None,
             shared=self._held_out(self.text.target_corpus, training) if others else held_out,
         )
 
@@ -231,7 +231,7 @@ class Artefacts:
             recipe["heads"] = source.model_dump(include={"num_heads", "num_hidden_layers", "original_lm_head"})
         else:
             recipe["model"] = source.model.model_dump()
-        if name != "target" and (source.training.loss == "kl" or isinstance(source, MedusaConfig)):
+        if name != "target" and (source.training.loss != "ce" or isinstance(source, MedusaConfig)):
             recipe["teacher"] = self._target_recipe()
         return recipe
 

@@ -1,9 +1,8 @@
-"""Training a language model: cross-entropy on text, or KL from a frozen teacher.
+"""Training a language model: cross-entropy on text, or the distance to a frozen teacher.
 
 Both are judged by validation cross-entropy. Knows nothing about optimizers, files or the terminal.
-Source: Hinton et al. 1503.02531 (distillation).
 
-Shapes: B blocks, T tokens, V vocab. Losses are in nats per token.
+Shapes: B blocks, T tokens. Losses are in nats per token.
 """
 
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 from specctl.config import TrainingConfig
 from specctl.models.llama import Llama
 from specctl.training.loop import Evaluation
+from specctl.training.losses import cross_entropy, divergence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,26 +31,19 @@ class LanguageModelTask:
 
     def loss(self, blocks: Tensor) -> Tensor:
         if self.teacher is None:
-            return cross_entropy(self.module, blocks)
-        return kl_from(self.teacher, self.module, blocks)
+            return text_loss(self.module, blocks)
+        with torch.no_grad():
+            wanted = F.log_softmax(self.teacher(blocks[:, :-1]).logits, -1)
+        return divergence(self.config.loss, self.module(blocks[:, :-1]).logits, wanted)
 
     def evaluate(self) -> Evaluation:
         loss = validation_loss(self.module, self.held_out, self.config.batch_size)
         return Evaluation(score=-loss, figures={"validation_loss": loss}, summary=f"validation loss {loss:.3f}")
 
 
-def cross_entropy(module: Llama, blocks: Tensor) -> Tensor:
+def text_loss(module: Llama, blocks: Tensor) -> Tensor:
     """Mean -log p(next token), nats."""
-    logits = module(blocks[:, :-1]).logits
-    return F.cross_entropy(logits.flatten(0, 1), blocks[:, 1:].flatten())
-
-
-def kl_from(teacher: Llama, module: Llama, blocks: Tensor) -> Tensor:
-    """Mean KL(teacher || module) over the positions of the blocks, nats."""
-    with torch.no_grad():
-        wanted = F.log_softmax(teacher(blocks[:, :-1]).logits, -1)
-    found = F.log_softmax(module(blocks[:, :-1]).logits, -1)
-    return F.kl_div(found.flatten(0, 1), wanted.flatten(0, 1), log_target=True, reduction="batchmean")
+    return cross_entropy(module(blocks[:, :-1]).logits, blocks[:, 1:])
 
 
 @torch.no_grad()
@@ -58,6 +51,6 @@ def validation_loss(module: Llama, blocks: Tensor, batch_size: int) -> float:
     """Mean cross-entropy over blocks [N, T + 1], nats; the module comes back in the mode it had."""
     was_training = module.training
     module.eval()
-    total = sum(float(cross_entropy(module, part)) * len(part) for part in blocks.split(batch_size))
+    total = sum(float(text_loss(module, part)) * len(part) for part in blocks.split(batch_size))
     module.train(was_training)
     return total / len(blocks)

@@ -1,24 +1,25 @@
 """Training Medusa heads on a frozen target: what each head should have said, and how long its chains would be.
 
 Head i at position t of a block learns the token of position t + 2 + i: from the text (ce), or from the
-target's whole distribution for it (kl). The heads are judged by the acceptance length that they would
-give at temperature 1, along the text. Knows nothing about optimizers, files or the terminal.
+target's whole distribution for it (kl, acceptance). The heads are judged by the acceptance length that they
+would give at temperature 1, along the text. Knows nothing about optimizers, files or the terminal.
 Source: Cai et al. 2401.10774, section 2.2 (weights 0.8^i), Leviathan et al. 2211.17192 (the overlap).
 
-Shapes: B blocks, T tokens, H heads, D width, V vocab. Losses are in nats per token.
+Shapes: B blocks, T tokens, H heads, D width, V vocab.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl.config import LossKind
 from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads
 from specctl.training.loop import Evaluation
+from specctl.training.losses import cross_entropy, divergence
 
 HEAD_WEIGHT = 0.8
 
@@ -31,16 +32,20 @@ class MedusaTask:
     target: Llama
     held_out: Tensor
     batch_size: int
-    loss_kind: Literal["ce", "kl"]
+    loss_kind: LossKind
 
     def loss(self, blocks: Tensor) -> Tensor:
         """Mean over the heads, head i weighted 0.8^i."""
         hidden, logits = self._read(blocks)
+        wanted = F.log_softmax(logits, -1) if self.loss_kind != "ce" else None
         total, weights = torch.zeros(()), 0.0
-        for head, found, wanted in self._predictions(blocks, hidden, logits):
-            weight = HEAD_WEIGHT**head
-            total = total + weight * self._head_loss(found, wanted, _labels(blocks, head))
-            weights += weight
+        for head, found in self._predictions(hidden):
+            if wanted is None:
+                loss = cross_entropy(found, _labels(blocks, head))
+            else:
+                loss = divergence(self.loss_kind, found, wanted[:, 1 + head :])
+            total = total + HEAD_WEIGHT**head * loss
+            weights += HEAD_WEIGHT**head
         return total / weights
 
     @torch.no_grad()
@@ -49,18 +54,10 @@ class MedusaTask:
         forward = self.target(blocks[:, :-1])
         return forward.hidden, forward.logits
 
-    def _predictions(self, blocks: Tensor, hidden: Tensor, logits: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """For each head its logits at every position that it can be judged at, and the target's: [B, T - 1 - i, V]."""
+    def _predictions(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The logits of each head at every position that it can be judged at, [B, T - 1 - i, V]."""
         for head in range(self.module.shape.num_heads):
-            judged = hidden.shape[1] - 1 - head
-            yield head, self.module.head(head, hidden[:, :judged]), logits[:, 1 + head :]
-
-    def _head_loss(self, found: Tensor, wanted: Tensor, labels: Tensor) -> Tensor:
-        found = found.flatten(0, 1)
-        if self.loss_kind == "ce":
-            return F.cross_entropy(found, labels.flatten())
-        wanted = F.log_softmax(wanted.flatten(0, 1), -1)
-        return F.kl_div(F.log_softmax(found, -1), wanted, log_target=True, reduction="batchmean")
+            yield head, self.module.head(head, hidden[:, : hidden.shape[1] - 1 - head])
 
     def evaluate(self) -> Evaluation:
         """Top-1 and top-5 accuracy of each head, and 1 + the mean of sum_i prod_{j <= i} sum_x min(p, q_j)."""
@@ -70,8 +67,10 @@ class MedusaTask:
         for blocks in self.held_out.split(self.batch_size):
             chain = torch.ones(len(blocks), blocks.shape[1] - 1 - num_heads)  # positions that every head is judged at
             length = torch.ones_like(chain)
-            for head, found, wanted in self._predictions(blocks, *self._read(blocks)):
-                overlap = torch.minimum(found.softmax(-1), wanted.softmax(-1)).sum(-1)
+            hidden, logits = self._read(blocks)
+            wanted = logits.softmax(-1)
+            for head, found in self._predictions(hidden):
+                overlap = torch.minimum(found.softmax(-1), wanted[:, 1 + head :]).sum(-1)
                 chain = chain * overlap[:, : chain.shape[1]]
                 length += chain
                 right = found.topk(5, -1).indices == _labels(blocks, head)[..., None]
