@@ -28,7 +28,7 @@ demo: setup ## train a target and its drafts, print the K sweep and the break-it
 	$(BIN)/specctl train-draft -c $(CONFIG) --drafter aligned
 	$(BIN)/specctl train-mismatched -c $(CONFIG)
 	$(BIN)/specctl sweep-k -c $(CONFIG)
-	$(BIN)/specctl break-it -c $(CONFIG)
+	$(BIN)/specctl break-it -c $(CONFIG) --drafter aligned --drafter distilled --drafter mismatched --drafter ngram
 
 check: setup ## lint, format and types
 	$(BIN)/ruff check .
@@ -40,6 +40,7 @@ test: setup ## the test suite
 
 bench: setup ## benchmarks over the public API, as JSON
 	$(BIN)/python -m benchmarks.decoding
+	$(BIN)/python -m benchmarks.rules
 
 clean: ## remove runs and caches (the environment stays)
 	rm -rf runs build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -169,17 +169,44 @@ DrafterConfig = Annotated[
 ]
 
 
+RuleName = Literal["token", "block", "typical"]
+TokenId = Annotated[int, Field(ge=0)]
+
+
 class DecodingConfig(Section):
     drafter: str = Field("distilled", description="a name under drafters, or none for plain decoding")
     num_speculative_tokens: int = Field(4, ge=0, le=60, description="K, tokens drafted a round")
+    rule: RuleName = Field("token", description="token, block: exact; typical: LOSSY, another law than the target's")
+    typical_epsilon: float = Field(0.09, ge=0, le=1, description="typical accepts above this probability")
+    typical_delta: float = Field(0.3, ge=0, description="typical accepts above this times exp(-entropy) too")
     temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    draft_temperature: float | None = Field(None, ge=0, description="the draft's own; temperature if not given")
     top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0 keeps all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens that reach this mass; 1 keeps all")
     min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the likeliest; 0 keeps all")
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="divides positive logits of tokens in prompt or output, multiplies negative; 1 is off",
+    )
+    presence_penalty: float = Field(
+        0.0, allow_inf_nan=False, description="subtracted from the logits of tokens in the output"
+    )
+    frequency_penalty: float = Field(
+        0.0, allow_inf_nan=False, description="the same, once for each time that they occur there"
+    )
+    logit_bias: dict[TokenId, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+        {}, description="{token id: added to its logit}"
+    )
+    banned_token_ids: tuple[TokenId, ...] = Field((), description="tokens that are never emitted")
+    logprobs: int | None = Field(
+        None, ge=0, description="with each token of generate its log-probability, nats, and this many alternatives"
+    )
     max_new_tokens: int = Field(256, ge=0)
     min_new_tokens: int = Field(0, ge=0, description="no end token and no stop string before this many tokens")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="strings that end the text")
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="end tokens beside the model's own")
+    stop_token_ids: tuple[TokenId, ...] = Field((), description="end tokens beside the model's own")
     prompt: str = Field("def ", description="what generate continues")
 
     @model_validator(mode="after")
@@ -194,11 +221,11 @@ class SweepConfig(Section):
         None, description="K to measure; 0 to 8, or to the number of heads"
     )
     num_prompts: int | None = Field(
-        None, ge=1, description="prompts to measure; 4 from the validation split, or all of the prompts file"
+        None, ge=1, description="prompts to measure; 12 from the validation split, or all of the prompts file"
     )
     prompt_tokens: int = Field(32, ge=1, description="tokens of each prompt from the validation split")
-    max_new_tokens: int = Field(128, ge=2, description="tokens generated a run; end tokens are ignored")
-    repeats: int = Field(3, ge=1, description="times that each K runs on each prompt")
+    max_new_tokens: int = Field(64, ge=2, description="tokens generated a run; end tokens are ignored")
+    repeats: int = Field(2, ge=1, description="times that each K runs on each prompt")
 
 
 class RunConfig(Section):
@@ -245,15 +272,26 @@ def name_problems(tree: dict[str, Any]) -> list[str]:
         if isinstance(name, str) and section(section(tree, "corpora"), name).get("generated_by"):
             problems.append(f"{path}: {name!r} is written by the target, which needs other text to be trained on")
     check("decoding.drafter", drafter, [*map(str, drafters), "none"], "drafter")
+    problems += [f"corpora.{name}: {_NAME_RULE}" for name in corpora if not _is_name(name)]
     for name in map(str, drafters):
         check(f"drafters.{name}.corpus", section(drafters, name).get("corpus"), corpora, "corpus")
         if name in _TAKEN_NAMES:
             problems.append(f"drafters.{name}: the name is taken by {_TAKEN_NAMES[name]}; choose another")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-            problems.append(f"drafters.{name}: a name may hold letters, digits, '_', '.' and '-'")
+        if not _is_name(name):
+            problems.append(f"drafters.{name}: {_NAME_RULE}")
     if section(tree, "target").get("corpus") is None:
         problems.append("target.corpus: needed (prompts come from it, also where target.path is given)")
     return problems
+
+
+_NAME_RULE = "a name may hold letters, digits, '_', '.' and '-', and not end in .previous, .training, .survey"
+
+
+def _is_name(name: str) -> bool:
+    """Whether a name can name a folder beside what a run keeps there."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name)) and not name.endswith(
+        (".previous", ".training", ".survey")
+    )
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from specctl.acceptance import Proposal, Verdict, token_rule
 from specctl.chance import Chance
 from specctl.drafters.base import Drafter
 from specctl.errors import NumericalError
-from specctl.events import Event, Finished, Round
+from specctl.events import Event, Finished, Round, TokenLogprob
 from specctl.models.session import CausalModel, Forward, Session
 from specctl.sampling import History, SamplingLaw
 from specctl.stopping import Stopping, StopRules
@@ -35,11 +35,13 @@ def plain(
     law: SamplingLaw,
     chance: Chance,
     stop: StopRules,
+    num_logprobs: int | None = None,
     device: torch.device = _CPU,
 ) -> Iterator[Event]:
     """Autoregressive decoding with a KV cache: one token a round, drawn from the target's law.
 
-    Yields a Round per token, then Finished. Raises UsageError for a prompt that is empty or fills
+    Yields a Round per token, then Finished. num_logprobs: how many likeliest alternatives each emitted token
+    is reported with; None reports no log-probabilities. Raises UsageError for a prompt that is empty or fills
     the context, NumericalError when the target's probabilities are not finite.
     """
     stopping = Stopping(stop, len(prompt), target.context_length)
@@ -61,7 +63,8 @@ def plain(
             raise _not_finite(target.name, index)
         emitted = tuple(stopping.keep([int(token_id)]))
         token_ids += emitted
-        yield _round(index, emitted, perf_counter() - started)
+        logprobs = None if num_logprobs is None else _logprobs(logits[None], emitted, num_logprobs)
+        yield _round(index, emitted, perf_counter() - started, logprobs)
         index += 1
     yield Finished(reason=stopping.reason, prompt_seconds=prompt_seconds)
 
@@ -77,12 +80,16 @@ def speculative(
     chance: Chance,
     stop: StopRules,
     rule: Rule = token_rule,
+    draft_law: SamplingLaw | None = None,
+    num_logprobs: int | None = None,
     device: torch.device = _CPU,
 ) -> Iterator[Event]:
-    """Speculative decoding: the same law as `plain`, in fewer target passes.
+    """Speculative decoding: under an exact rule the same law as `plain`, in fewer target passes.
 
     Yields a Round per target pass, then Finished. A round drafts at most what the budget leaves, so
-    nothing is computed beyond it. Raises as `plain` does, naming the draft where it is the cause.
+    nothing is computed beyond it. draft_law: what the draft draws from, if not from `law`; the rule is told
+    its q, so the law of the output stays the same. num_logprobs: as in `plain`. Raises as `plain` does,
+    naming the draft where it is the cause.
     """
     stopping = Stopping(stop, len(prompt), target.context_length)
     token_ids = list(prompt)
@@ -97,7 +104,7 @@ def speculative(
         # 1. Draft: at most K tokens, one fewer than may be emitted, since the round adds its own.
         limit = min(num_speculative_tokens, stopping.remaining - 1)
         history = History(token_ids=token_ids, prompt_length=len(prompt))
-        proposal = drafter.propose(history, limit, law, chance)
+        proposal = drafter.propose(history, limit, draft_law or law, chance)
         drafted_at = perf_counter()
         # 2. Verify: one pass over the last committed token and the drafts gives p for K + 1 positions.
         last = torch.tensor(token_ids[-1:], device=device)
@@ -117,6 +124,7 @@ def speculative(
         cut = len(emitted) <= len(accepted)  # a stop among the accepted drafts
         yet_to_come = len(drafted) - len(accepted)
         token_ids += emitted
+        logprobs = None if num_logprobs is None else _logprobs(forward.logits[0], emitted, num_logprobs)
         round_ = Round(
             index=index,
             drafted=tuple(int(token_id) for token_id in drafted),
@@ -127,6 +135,7 @@ def speculative(
             seconds=perf_counter() - started,
             draft_seconds=drafted_at - started,
             verify_seconds=verified_at - drafted_at,
+            logprobs=logprobs,
         )
         drafter.observe(round_, forward)
         yield round_
@@ -141,7 +150,21 @@ def _read_prompt(target: CausalModel, token_ids: list[int], device: torch.device
     return session, session.extend(torch.tensor([token_ids[:-1]], device=device), num_logits=1)
 
 
-def _round(index: int, emitted: tuple[int, ...], seconds: float) -> Round:
+def _logprobs(logits: Tensor, emitted: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+    """What the target's raw logits [N, V] say of the tokens that were emitted after the first rows."""
+    rows = logits[: len(emitted)]
+    rows = torch.log_softmax(rows if rows.dtype == torch.float64 else rows.float(), -1)
+    chosen = rows.gather(1, torch.tensor(emitted, device=rows.device)[:, None])[:, 0].tolist()
+    best = rows.topk(count, -1)
+    return tuple(
+        TokenLogprob(token_id=token_id, logprob=logprob, alternatives=tuple(zip(ids, values, strict=True)))
+        for token_id, logprob, ids, values in zip(
+            emitted, chosen, best.indices.tolist(), best.values.tolist(), strict=True
+        )
+    )
+
+
+def _round(index: int, emitted: tuple[int, ...], seconds: float, logprobs: tuple[TokenLogprob, ...] | None) -> Round:
     """A round of plain decoding: nothing drafted, the target's own token as its bonus."""
     return Round(
         index=index,
@@ -153,6 +176,7 @@ def _round(index: int, emitted: tuple[int, ...], seconds: float) -> Round:
         seconds=seconds,
         draft_seconds=0.0,
         verify_seconds=seconds,
+        logprobs=logprobs,
     )
 
 

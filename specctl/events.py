@@ -8,13 +8,26 @@ Closing = Literal["recovered", "bonus"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """An emitted token under the target's raw law, before penalties, temperature and filters.
+
+    logprob: nats. alternatives: (token id, logprob) of the likeliest tokens, the likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
     """One target pass: tokens drafted, how many survived, what was emitted.
 
     `emitted` is the accepted drafts followed by the closing token, cut where a stop was found;
     a round of plain decoding drafts nothing and its one token closes as "bonus". `num_drafted`
     and `num_accepted` leave out positions that the cut removed, so that over a whole request
-    accepted tokens plus closing tokens equal new tokens.
+    accepted tokens plus closing tokens equal new tokens. `logprobs` has an entry for each emitted
+    token, or is None where they were not asked for.
     """
 
     index: int
@@ -26,6 +39,7 @@ class Round:
     seconds: float
     draft_seconds: float
     verify_seconds: float
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

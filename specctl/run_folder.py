@@ -99,6 +99,11 @@ def replacing(folder: Path, recipe: dict[str, Any], *, keep_previous: bool = Fal
     process killed at any moment leaves the old folder or the new one, never a mixture; killed between
     the two renames, the new one, whose second rename `read_recipe` then makes.
     """
+    with _alone_in(folder.parent):
+        yield from _replace(folder, recipe, keep_previous)
+
+
+def _replace(folder: Path, recipe: dict[str, Any], keep_previous: bool) -> Iterator[Path]:
     new, old = _new(folder), folder.with_name(f"{folder.name}.previous" if keep_previous else f".{folder.name}.old")
     shutil.rmtree(new, ignore_errors=True)
     try:
@@ -114,6 +119,23 @@ def replacing(folder: Path, recipe: dict[str, Any], *, keep_previous: bool = Fal
     finally:
         shutil.rmtree(new, ignore_errors=True)
     shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process replaces a folder in here, and keep the others waiting."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _new(folder: Path) -> Path:

@@ -61,9 +61,12 @@ class VisibleText:
 
     def _push(self, token_id: int) -> str:
         self._num_tokens += 1
-        text = self._held + self._source.push([token_id])
+        piece = self._source.push([token_id])
+        text = self._held + piece
         if self._num_tokens > self._min_new_tokens:
-            begins = [place for place in map(text.find, self._stops) if place >= 0]
+            # Only what ends inside the newest piece: what was completed before did not count then either.
+            first_end = len(text) - len(piece) + 1
+            begins = [place for stop in self._stops if (place := text.find(stop, max(0, first_end - len(stop)))) >= 0]
             if begins:
                 self.stopped = True
                 return text[: min(begins)]

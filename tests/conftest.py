@@ -9,7 +9,10 @@ import pytest
 import torch
 from tiny_run import Tiny, write_run_file
 
+from specctl.experiments import timing
+
 torch.set_num_threads(1)
+timing._TRIALS = 4  # no test looks at a time
 
 
 @pytest.fixture(scope="session")

@@ -20,14 +20,14 @@ from specctl.report.tables import print_table, sweep_table
 from specctl.tokenizer import Tokenizer
 
 COMMON = {"schema_version", "config", "seed", "hardware", "versions"}
-GENERATE = {"text", "token_ids", "finish_reason", "drafter", "k", "temperature", "stats"}
+GENERATE = {"text", "token_ids", "finish_reason", "drafter", "k", "temperature", "stats", "lossy", "logprobs"}
 STATS = {
     *("num_new_tokens", "num_rounds", "num_drafted", "num_accepted", "acceptance_rate", "conditional_acceptance"),
     *("mean_acceptance_length", "tokens_per_second", "end_to_end_tokens_per_second", "seconds", "prompt_seconds"),
 }
 SWEEP = {
     *("drafter", "temperature", "rows", "best_k", "cost_ratio", "verify_cost", "conditional_acceptance", "reason"),
-    "note",
+    *("note", "lossy"),
 }
 INTERVALS = {"speedup_interval", "mean_acceptance_length_interval", "by_category", "by_prompt"}
 SWEEP_ROW = {
@@ -94,7 +94,7 @@ def test_sweep_fields(tiny: Tiny) -> None:
 
 def test_break_it_fields(tiny: Tiny) -> None:
     document = tiny.specctl("break-it", "--json", "--k", "2").json
-    assert document.keys() - COMMON == {"k", "temperature", "rows", "note"}
+    assert document.keys() - COMMON == {"k", "temperature", "rows", "note", "lossy"}
     assert document["k"] == 2
     assert [row["name"] for row in document["rows"]] == ["baseline", "aligned", "distilled", "mismatched", "medusa"]
     assert all(row.keys() == BREAK_ROW for row in document["rows"])
@@ -348,7 +348,7 @@ def cli_epilog(name: str) -> str:
 
 
 def test_every_command_is_tested_here() -> None:
-    assert {command.name for command in cli.app.registered_commands} == set(COMMANDS)
+    assert {command.name for command in cli.app.registered_commands} == {*COMMANDS, "verify"}  # in test_verify.py
 
 
 def test_version() -> None:

@@ -195,7 +195,11 @@ def test_heads_that_do_not_divide(tmp_path: Path) -> None:
         ("drafters.small.corpus=txt", "drafters.small.corpus: no corpus is named 'txt'; did you mean 'text'?"),
         ("decoding.drafter=smal", "decoding.drafter: no drafter is named 'smal'; did you mean 'small'?"),
         ("drafters.baseline={}", "drafters.baseline: the name is taken by plain decoding; choose another"),
-        ("drafters.a/b={}", "drafters.a/b: a name may hold letters, digits, '_', '.' and '-'"),
+        (
+            "drafters.a/b={}",
+            "drafters.a/b: a name may hold letters, digits, '_', '.' and '-', "
+            "and not end in .previous, .training, .survey",
+        ),
         (
             "target={path: folder}",
             "target.corpus: needed (prompts come from it, also where target.path is given)",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specctl.acceptance import Chance, Proposal, Verdict, token_rule
 from specctl.events import Round
-from specctl.experiments import intervals, measure, timing
+from specctl.experiments import intervals, measure
 from specctl.experiments.break_it import break_it
 from specctl.experiments.generate import generate
 from specctl.experiments.intervals import Timings, best_k, by_category, by_prompt, length_interval, speedup_interval
@@ -207,7 +207,7 @@ def test_prediction_takes_other_prompts_and_no_measured_time(tiny: Tiny, monkeyp
     original = pair.events
 
     def watching(prompt: list[int], **options: Any) -> Any:
-        if any(prompt):  # the costs are timed on a made-up one, all zeros
+        if prompt[:3] != [0, 1, 2]:  # the costs are timed on a made-up one that counts up
             seen["agreement" if "rule" in options else "speed"].append(tuple(prompt))
         return original(prompt, **options)
 
@@ -299,7 +299,7 @@ def test_overhead_is_what_the_parts_of_a_round_do_not_explain(tiny: Tiny, monkey
         return original_rule(p, proposal, chance)
 
     monkeypatch.setattr(LlamaSession, "extend", extend)
-    monkeypatch.setattr(timing, "token_rule", rule)
+    monkeypatch.setattr(pair, "rule", rule)
     for module in ("specctl.experiments.timing", "specctl.decoding"):
         monkeypatch.setattr(f"{module}.perf_counter", lambda: clock[0])
     costs = measure_costs(pair, "distilled", [1, 3])
@@ -322,7 +322,8 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, pair: Pair, seconds: float = 0.05
 def test_a_copy_of_the_target_accepts_all_and_pays_nothing(tiny: Tiny) -> None:
     overrides = [f"drafters={{self: {{path: '{tiny.run_dir}/target'}}}}", "decoding.drafter=self"]
     for temperature in (0, 1):
-        result = break_it(tiny.pair(*overrides, f"decoding.temperature={temperature}"))
+        pair = tiny.pair(*overrides, f"decoding.temperature={temperature}")
+        result = break_it(pair, list(pair.config.drafters))
         baseline, copy = result.rows
         assert (baseline.name, baseline.speedup, baseline.acceptance_rate, baseline.cause) == (
             "baseline",
@@ -352,7 +353,7 @@ def test_expected_acceptance_is_the_overlap_where_tokens_were_judged(
                 break  # rejected here: what comes after was never judged
         return verdict
 
-    monkeypatch.setattr(measure, "token_rule", recording)
+    monkeypatch.setattr(pair, "rule", recording)
     agreement = acceptance_on(pair, "mismatched", 3, pair.prompts(2))
     assert len(overlaps) == sum(agreement.stats.reached) < agreement.stats.num_drafted
     assert agreement.expected_acceptance == pytest.approx(sum(overlaps) / len(overlaps), abs=1e-5)

@@ -463,7 +463,10 @@ def test_every_command_takes_heads(tiny: Run) -> None:
     assert generated["drafter"] == "medusa" and generated["stats"]["num_drafted"] > 0
     swept = tiny.specctl("sweep-k", "--drafter", "medusa", "--json", "--set", "sweep.k=null").json
     assert [row["k"] for row in swept["rows"]] == [0, 1, 2, 3, 4]  # as many as there are heads
-    broken = tiny.specctl("break-it", "--json").json
+    broken = tiny.specctl("break-it", "--json", "--drafter", "medusa", "--drafter", "aligned").json
+    assert [row["name"] for row in broken["rows"]] == ["baseline", "medusa", "aligned"]
+    unknown = tiny.specctl("break-it", "--drafter", "medua")
+    assert unknown.code == 2 and "no drafter is named 'medua'" in unknown.one_line
     (row,) = [row for row in broken["rows"] if row["name"] == "medusa"]
     assert row["cause"] and row["mean_acceptance_length"] >= 1 and row["cost_ratio"] > 0
 

@@ -151,7 +151,7 @@ def test_a_line_a_prompt(tiny: Tiny, tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     lines = generated(output)
     assert [line["id"] for line in lines] == [one["id"] for one in CATEGORIES]
-    fields = "id category prompt text token_ids finish_reason drafter k temperature stats seed"
+    fields = "id category prompt text token_ids finish_reason drafter k temperature stats lossy logprobs seed"
     assert all(line.keys() == set(fields.split()) for line in lines)
     assert {(line["drafter"], line["k"], line["seed"]) for line in lines} == {("distilled", 3, 0)}
     assert len({tuple(line["token_ids"]) for line in lines}) > 1

@@ -334,7 +334,7 @@ def test_resume_makes_what_one_go_makes(
     interrupt_at(step, number)
     answer = parts.specctl(*ALIGNED)
     assert answer.code == 130 and f"aligned: interrupted at step {step + 1} of 20" in answer.one_line
-    assert "specctl train-draft --drafter aligned --resume goes on" in answer.one_line
+    assert "specctl train-draft --drafter aligned --resume (with the same -c and --set) goes on" in answer.one_line
     stored = report_of(parts)
     assert (stored["steps"], stored["interrupted"]) == (step + 1, True)
     folder = parts.run_dir / "drafters" / "aligned"
@@ -343,7 +343,7 @@ def test_resume_makes_what_one_go_makes(
     answer = parts.specctl("generate", "--drafter", "aligned", "--no-train", *OPTIONS)
     assert answer.code == 0
     assert f"aligned was interrupted at step {step + 1} of 20 and is used as it is" in answer.err
-    assert "--resume goes on" in answer.err
+    assert "--resume (with the same -c and --set) goes on" in answer.err
 
     interrupt_at(None)
     answer = parts.specctl(*ALIGNED, "--resume")

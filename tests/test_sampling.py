@@ -1,4 +1,4 @@
-"""The sampling law: temperature, top-k, one-hot at zero."""
+"""The sampling law: temperature, top-k, one-hot at zero, penalties, bias and bans."""
 
 import pytest
 import torch
@@ -135,4 +135,91 @@ def test_filters_pass_a_bad_row_on(law: dict[str, float]) -> None:
     logits = LOGITS.repeat(2, 1)
     logits[0, 1] = float("nan")
     result = probs(logits, **law)
+    assert result[0].isnan().all() and result[1].isfinite().all()
+
+
+# Penalties, bias and bans. LOGITS with -1 in place of 0; the prompt is 2 0, the output 1 1.
+
+SIGNED = torch.tensor([2.0, 1.0, -1.0, 1.0])
+SEEN = History(token_ids=(2, 0, 1, 1), prompt_length=2)
+
+
+def shaped(history: History, logits: torch.Tensor = SIGNED, **law: object) -> torch.Tensor:
+    return SamplingLaw(**law).probs(logits, history)  # type: ignore[arg-type]
+
+
+def softmax(*logits: float) -> torch.Tensor:
+    return torch.softmax(torch.tensor(logits, dtype=torch.float32), -1)
+
+
+def test_penalties_by_hand() -> None:
+    assert torch.allclose(shaped(SEEN, repetition_penalty=2.0), softmax(1, 0.5, -2, 1))  # prompt and output, once each
+    assert torch.allclose(shaped(SEEN, presence_penalty=0.5), softmax(2, 0.5, -1, 1))  # output only, once
+    assert torch.allclose(shaped(SEEN, frequency_penalty=0.5), softmax(2, 0, -1, 1))  # output only, each time
+    assert torch.allclose(shaped(SEEN, frequency_penalty=-0.5), softmax(2, 2, -1, 1))
+    assert torch.allclose(shaped(SEEN, logit_bias=((3, 2.0), (0, -1.5))), softmax(0.5, 1, -1, 3))
+    assert torch.allclose(shaped(SEEN, banned_token_ids=(0, 3)), softmax(-torch.inf, 1, -1, -torch.inf))
+    both = shaped(SEEN, repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5)
+    assert torch.allclose(both, softmax(1, 0.5 - 0.25 - 1, -2, 1))
+
+
+def test_penalties_see_the_drafted_tokens_before_each_row() -> None:
+    """Three rows, after the committed tokens and then after 3 and after 3 0."""
+    drafted = [torch.tensor([3]), torch.tensor([0])]
+    seen = History(token_ids=(2, 0, 1, 1), prompt_length=2, drafted=drafted)
+    law: dict[str, object] = {"presence_penalty": 0.25, "frequency_penalty": 0.5}
+    rows = shaped(seen, SIGNED.repeat(3, 1), **law)
+    expected = torch.tensor([[2, -0.25, -1, 1], [2, -0.25, -1, 0.25], [1.25, -0.25, -1, 0.25]])
+    assert torch.allclose(rows, expected.softmax(-1))
+    repetition = shaped(seen, SIGNED.repeat(3, 1), repetition_penalty=2.0)
+    assert torch.allclose(repetition[0], softmax(1, 0.5, -2, 1))
+    assert torch.allclose(repetition[1], softmax(1, 0.5, -2, 0.5)) and torch.equal(repetition[1], repetition[2])
+    # A single row comes after all; one after each prefix is the same law.
+    for row in range(3):
+        alone = History(token_ids=seen.token_ids, prompt_length=2, drafted=drafted[:row])
+        assert torch.equal(shaped(alone, **law), rows[row])
+        committed = History(token_ids=(2, 0, 1, 1, *(int(ids) for ids in drafted[:row])), prompt_length=2)
+        assert torch.equal(shaped(committed, **law), rows[row])
+
+
+def test_the_documented_order_of_penalties() -> None:
+    """Bias before repetition, repetition before presence, all before the filters."""
+    assert torch.allclose(shaped(SEEN, logit_bias=((0, -3.0),), repetition_penalty=2.0), softmax(-2, 0.5, -2, 1))
+    assert torch.allclose(shaped(SEEN, repetition_penalty=2.0, presence_penalty=0.5), softmax(1, 0, -2, 1))
+    cold = shaped(SEEN, presence_penalty=0.5, temperature=0.5)
+    assert torch.allclose(cold, softmax(4, 1, -2, 2))
+    assert (shaped(SEEN, banned_token_ids=(0,), top_k=1) > 0).tolist() == [False, True, False, True]
+    assert shaped(SEEN, frequency_penalty=0.6, logit_bias=((0, -9.0),), temperature=0).tolist() == [0, 0, 0, 1]
+    ends = shaped(SEEN, logit_bias=((0, 9.0),), min_new_tokens=3, end_token_ids=(0,), temperature=0)
+    assert ends.tolist() == [0, 1, 0, 0]
+
+
+def test_penalties_leave_their_input_and_its_precision() -> None:
+    law: dict[str, object] = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "logit_bias": ((0, 1.0),)}
+    for dtype, expected in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        logits = SIGNED.to(dtype)
+        assert shaped(SEEN, logits, **law, banned_token_ids=(3,)).dtype == expected
+        assert torch.equal(logits, SIGNED.to(dtype))
+
+
+def test_unset_penalties_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default law runs a softmax and no more."""
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
+            ops.append(op.overloadpacket.__name__)
+            return op(*arguments, **(options or {}))
+
+    ops: list[str] = []
+    with Counting():
+        shaped(SEEN)
+    assert ops == ["_softmax"]
+
+
+@pytest.mark.parametrize("law", [{"repetition_penalty": 1.5}, {"presence_penalty": 1.0}, {"logit_bias": ((2, 1.0),)}])
+def test_penalties_pass_a_bad_row_on(law: dict[str, object]) -> None:
+    logits = LOGITS.repeat(2, 1)
+    logits[0, 1] = float("nan")
+    history = History(token_ids=(1, 2), prompt_length=1, drafted=[torch.tensor([0])])
+    result = shaped(history, logits, **law)
     assert result[0].isnan().all() and result[1].isfinite().all()

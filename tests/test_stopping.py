@@ -288,3 +288,8 @@ def test_a_short_draft_is_announced_once(tiny: Tiny) -> None:
     assert answer.code == 0 and answer.json["stats"]["num_drafted"] > 0
     notices = [line for line in answer.err.splitlines() if "the last 16 tokens" in line]
     assert len(notices) == 1
+
+
+def test_a_stop_completed_too_early_does_not_count_later() -> None:
+    """ "ab" is completed by the third token, which may not end the text; "xaby" would have held it back."""
+    assert visible(["x", "a", "b", "w"], ["ab", "xaby"], 3) == (["", "", "", "xabw"], "", False)

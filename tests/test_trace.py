@@ -25,7 +25,7 @@ from specctl.stats import Stats
 from specctl.stopping import StopRules
 
 FIELDS = {
-    *("prompt", "drafter", "k", "round", "drafted", "num_accepted", "emitted", "closing"),
+    *("prompt", "drafter", "k", "lossy", "round", "drafted", "num_accepted", "emitted", "closing"),
     *("seconds", "draft_seconds", "verify_seconds", "rejection_entropy"),
 }
 P, Q = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]

@@ -4,11 +4,13 @@ from specctl.cli.options import (
     AsJson,
     ConfigPath,
     DrafterName,
+    DrafterNames,
     K,
     NoTrain,
     Overrides,
     PlotFile,
     PromptsFile,
+    RuleOption,
     Seed,
     Temperature,
     TraceFile,
@@ -25,6 +27,7 @@ def sweep_k(
     drafter: DrafterName = None,
     prompts: PromptsFile = None,
     temperature: Temperature = None,
+    rule: RuleOption = None,
     seed: Seed = None,
     plot: PlotFile = None,
     trace: TraceFile = None,
@@ -40,7 +43,8 @@ def sweep_k(
     from specctl.report.plots import check_plot, sweep_figure
     from specctl.report.tables import make_console, print_tables, sweep_categories, sweep_table
 
-    loaded = load(config, overrides, drafter=drafter, prompts=prompts, temperature=temperature, seed=seed)
+    flags = {"drafter": drafter, "prompts": prompts, "temperature": temperature, "rule": rule, "seed": seed}
+    loaded = load(config, overrides, **flags)
     check_plot(plot)
     with open_trace(trace) as writer:
         artefacts = artefacts_of(loaded, no_train)
@@ -61,9 +65,11 @@ def sweep_k(
 
 def break_it(
     config: ConfigPath = None,
+    drafters: DrafterNames = None,
     k: K = None,
     prompts: PromptsFile = None,
     temperature: Temperature = None,
+    rule: RuleOption = None,
     seed: Seed = None,
     plot: PlotFile = None,
     trace: TraceFile = None,
@@ -80,15 +86,16 @@ def break_it(
     from specctl.report.plots import break_it_figure, check_plot
     from specctl.report.tables import break_it_categories, break_it_table, make_console, print_tables
 
-    loaded = load(config, overrides, k=k, prompts=prompts, temperature=temperature, seed=seed)
+    loaded = load(config, overrides, k=k, prompts=prompts, temperature=temperature, rule=rule, seed=seed)
     check_plot(plot)
     with open_trace(trace) as writer:
         artefacts = artefacts_of(loaded, no_train)
         check_prompts(artefacts)
         pair = Pair(artefacts)
-        pair.prepare(list(loaded.drafters), loaded.decoding.num_speculative_tokens)
+        names = list(dict.fromkeys(drafters or loaded.drafters))
+        pair.prepare(names, loaded.decoding.num_speculative_tokens)
         with progress_bar("break-it") as progress:
-            result = run(pair, progress, writer)
+            result = run(pair, names, progress, writer)
     if not publish(pair, "break-it", result, as_json):
         print_tables(make_console(), break_it_table(result), break_it_categories(result))
         if result.note:

@@ -14,6 +14,7 @@ from specctl.cli.options import (
     Overrides,
     PlotFile,
     PromptsFile,
+    RuleOption,
     Seed,
     Temperature,
     TraceFile,
@@ -46,6 +47,7 @@ def generate(
     k: K = None,
     temperature: Temperature = None,
     drafter: DrafterName = None,
+    rule: RuleOption = None,
     seed: Seed = None,
     show_rounds: Annotated[bool, typer.Option("--show-rounds", help="Colour accepted, recovered, bonus.")] = False,
     plot: PlotFile = None,
@@ -59,7 +61,7 @@ def generate(
 
     if prompt is not None and prompts is not None:
         raise UsageError("--prompt is one prompt and --prompts a file of them; give one of the two")
-    flags = {"k": k, "temperature": temperature, "drafter": drafter, "seed": seed}
+    flags = {"k": k, "temperature": temperature, "drafter": drafter, "rule": rule, "seed": seed}
     loaded = load(config, overrides, prompt=prompt, prompts=prompts, **flags)
     if prompt is None and loaded.prompts is not None:
         if plot:

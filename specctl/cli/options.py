@@ -30,6 +30,10 @@ DrafterName = Annotated[
     str | None,
     typer.Option("--drafter", help="A name under drafters in the config, or none.", autocompletion=drafter_names),
 ]
+DrafterNames = Annotated[
+    list[str] | None,
+    typer.Option("--drafter", help="Only this drafter of the config; may be repeated.", autocompletion=drafter_names),
+]
 PlotFile = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE.png|svg", help="Draw the result here (needs the plots extra, matplotlib)."),
@@ -43,6 +47,9 @@ PromptsFile = Annotated[
 ]
 K = Annotated[int | None, typer.Option("--k", help="Tokens drafted a round (decoding.num_speculative_tokens).")]
 Temperature = Annotated[float | None, typer.Option("--temperature", help="0 is greedy (decoding.temperature).")]
+RuleOption = Annotated[
+    str | None, typer.Option("--rule", help="token or block, both exact, or typical, which is LOSSY (decoding.rule).")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Of the draws and the choice of prompts (seed).")]
 
 _FIELDS = {
@@ -51,6 +58,7 @@ _FIELDS = {
     "k": "decoding.num_speculative_tokens",
     "temperature": "decoding.temperature",
     "drafter": "decoding.drafter",
+    "rule": "decoding.rule",
     "seed": "seed",
 }
 

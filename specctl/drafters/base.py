@@ -48,6 +48,9 @@ class DenseProposal:
     def row(self, position: Tensor) -> Tensor:
         return self._q.index_select(0, position.view(1))[0]
 
+    def excess(self, weighted: Tensor) -> Tensor:
+        return (weighted - self._q[:-1]).clamp_(min=0).sum(1)
+
 
 class PointProposal:
     """Tokens proposed with certainty: q is 1 at the token itself. ids: [K] int64."""
@@ -62,3 +65,6 @@ class PointProposal:
         nothing = self.ids.new_full((1,), -1)
         token = torch.cat((self.ids, nothing)).index_select(0, position.view(1))
         return (torch.arange(self._vocab_size, device=token.device) == token).to(torch.float32)
+
+    def excess(self, weighted: Tensor) -> Tensor:
+        return weighted.scatter(1, self.ids[:, None], 0).sum(1)  # at the token itself q is 1 and weighted at most that

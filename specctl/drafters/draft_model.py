@@ -27,7 +27,7 @@ class DraftModel:
 
     def __init__(self, model: CausalModel, name: str, device: torch.device | None = None) -> None:
         self.name = name
-        self._model = model
+        self.model = model
         self._device = device or torch.device("cpu")
         self._session = model.session()
         self._num_committed = 0
@@ -46,7 +46,7 @@ class DraftModel:
 
     def _slide(self, num_committed: int, limit: int) -> int:
         """Make room for drafting `limit` tokens after the committed ones; the number that there is room for."""
-        context = self._model.context_length
+        context = self.model.context_length
         if num_committed - self._window_start + limit - 1 <= context:
             return limit
         window = max(1, context // 2)
@@ -58,7 +58,7 @@ class DraftModel:
         token_ids = history.token_ids
         self._num_committed = len(token_ids)
         if limit <= 0:
-            return PointProposal(torch.empty(0, dtype=torch.int64, device=self._device), self._model.vocab_size)
+            return PointProposal(torch.empty(0, dtype=torch.int64, device=self._device), self.model.vocab_size)
         limit = self._slide(len(token_ids), limit)
         feed = self._ids(token_ids[self._window_start + self._session.lengths[0] :])
         drafted: list[Tensor] = []

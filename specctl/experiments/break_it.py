@@ -61,14 +61,15 @@ class BreakIt:
     temperature: float
     rows: list[BreakRow]
     note: str | None = None
+    lossy: bool = False
 
 
-def break_it(pair: Pair, progress: Progress | None = None, trace: Trace | None = None) -> BreakIt:
-    """Compare plain decoding with every drafter of the config at the same K.
+def break_it(pair: Pair, names: Sequence[str], progress: Progress | None = None, trace: Trace | None = None) -> BreakIt:
+    """Compare plain decoding with the named drafters at the same K.
 
     `trace` takes down the rounds of the prompts that are not timed.
     """
-    k, names = pair.config.decoding.num_speculative_tokens, list(pair.config.drafters)
+    k = pair.config.decoding.num_speculative_tokens
     if k == 0 or not names:
         raise UsageError("break-it needs drafters in the config and decoding.num_speculative_tokens of 1 or more")
     work, seed = workload(pair), pair.config.seed
@@ -98,7 +99,7 @@ def break_it(pair: Pair, progress: Progress | None = None, trace: Trace | None =
                 **shared_figures(speeds[Variant(name, k)], plain, work.measured, seed),
             )
         )
-    return BreakIt(k=k, temperature=pair.config.decoding.temperature, rows=rows, note=work.note)
+    return BreakIt(k=k, temperature=pair.config.decoding.temperature, rows=rows, note=work.note, lossy=pair.is_lossy(k))
 
 
 def entropy_limits(judged: Sequence[Judged]) -> list[float]:

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from specctl.acceptance import token_rule
 from specctl.errors import UsageError
-from specctl.events import FinishReason, Round
+from specctl.events import FinishReason, Round, TokenLogprob
 from specctl.experiments.pair import Pair
 from specctl.experiments.trace import Trace
 from specctl.experiments.watch import Watch
@@ -19,7 +18,8 @@ from specctl.stopping import Stopping, StopRules
 class Generation:
     """stats: the figures of `docs/metrics.md`; token_ids: new ones, with an end token or the tokens of a stop string.
 
-    text: without these.
+    text: without these. lossy: whether the rule let tokens through by another law than the target's.
+    logprobs: one entry for each of token_ids, None where decoding.logprobs does not ask for them.
     """
 
     text: str
@@ -29,6 +29,8 @@ class Generation:
     k: int
     temperature: float
     stats: dict[str, Any]
+    lossy: bool = False
+    logprobs: list[TokenLogprob] | None = None
 
 
 def generate(
@@ -59,16 +61,18 @@ def generate(
     pair.prepare([decoding.drafter], k)
     on_start()
     drafter = decoding.drafter if k else "none"
-    if trace:
-        watch = Watch(token_rule)
-        events = pair.events(prompt, drafter=drafter, k=k, request=request, rule=watch)
-        events = trace.follow(events, watch, prompt=request, drafter=drafter, k=k)
-    else:
-        events = pair.events(prompt, drafter=drafter, k=k, request=request)
+    watch = Watch(pair.rule) if trace else None
+    asked = decoding.logprobs
+    events = pair.events(prompt, drafter=drafter, k=k, request=request, rule=watch, num_logprobs=asked)
+    if trace and watch:
+        events = trace.follow(events, watch, prompt=request, drafter=drafter, k=k, lossy=pair.is_lossy(k))
+    logprobs = None if asked is None else list[TokenLogprob]()
     for event in events:
         stats.add(event)
         if isinstance(event, Round):
             token_ids += event.emitted
+            if logprobs is not None:
+                logprobs += event.logprobs or ()
             on_round(event)
     assert stats.reason is not None  # the loop ends with Finished
     visible = pair.visible_text()
@@ -80,6 +84,8 @@ def generate(
         k=k,
         temperature=decoding.temperature,
         stats=stats.figures(),
+        lossy=pair.is_lossy(k),
+        logprobs=logprobs,
     )
 
 

@@ -53,6 +53,7 @@ class Generations:
     temperature: float
     total: Totals
     by_category: list[Totals]
+    lossy: bool = False
 
 
 def check_output(path: Path) -> None:
@@ -136,6 +137,7 @@ def summarise(pair: Pair, lines: list[dict[str, Any]], path: Path | None = None,
         temperature=decoding.temperature,
         total=_totals(None, lines),
         by_category=[_totals(name, [line for line in lines if line["category"] == name]) for name in named],
+        lossy=pair.is_lossy(k),
     )
 
 

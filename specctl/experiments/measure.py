@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from specctl.acceptance import token_rule
 from specctl.events import Round
 from specctl.experiments.intervals import Timings, by_category, by_prompt, length_interval, speedup_interval
 from specctl.experiments.pair import Pair
@@ -116,13 +115,13 @@ def shared_figures(speed: Speed, plain: Speed | None, prompts: Sequence[EncodedP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """expected_acceptance: mean of sum_x min(p, q) over the positions that were judged; the true alpha.
+    """expected_acceptance: mean of sum_x min(p, q) over the positions that were judged, the true alpha; None for none.
 
     marginal_acceptance[i]: share of rounds that accepted more than i tokens. drafted_share: of rounds that
     drafted at all. Both over the rounds whose budget had room for K drafts.
     """
 
-    expected_acceptance: float
+    expected_acceptance: float | None
     stats: Stats
     judged: list[Judged]
     marginal_acceptance: list[float]
@@ -133,7 +132,7 @@ def acceptance_on(
     pair: Pair, drafter: str, k: int, prompts: Sequence[Sequence[int]], trace: Trace | None = None
 ) -> Agreement:
     """Decode prompts with a watched rule, untimed; `trace` takes down the rounds."""
-    watch, judged = Watch(token_rule), list[Judged]()
+    watch, judged = Watch(pair.rule), list[Judged]()
     stats, roomy = Stats(), list[Round]()
     budget = pair.config.sweep.max_new_tokens
     for index, prompt in enumerate(prompts):
@@ -141,8 +140,8 @@ def acceptance_on(
         stop = StopRules(max_new_tokens=budget)
         events = pair.events(prompt, drafter=drafter, k=k, request=request, stop=stop, rule=watch)
         if trace:
-            events = trace.follow(events, watch, prompt=index, drafter=drafter, k=k)
-        remaining = budget
+            events = trace.follow(events, watch, prompt=index, drafter=drafter, k=k, lossy=pair.is_lossy(k))
+        remaining = min(budget, pair.target.context_length - len(prompt))
         for event in events:
             stats.add(event)
             if isinstance(event, Round):
@@ -152,7 +151,7 @@ def acceptance_on(
                 remaining -= len(event.emitted)
     num_rounds = max(1, len(roomy))
     return Agreement(
-        expected_acceptance=sum(position.overlap for position in judged) / max(1, len(judged)),
+        expected_acceptance=mean(position.overlap for position in judged) if judged else None,
         stats=stats,
         judged=judged,
         marginal_acceptance=[sum(event.num_accepted > i for event in roomy) / num_rounds for i in range(k)],

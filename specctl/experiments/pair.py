@@ -4,13 +4,15 @@ Turns a config and its artefacts into the objects that the decoding loops take.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
 
 import torch
 
-from specctl.acceptance import token_rule
+from specctl.acceptance import block_rule, token_rule, typical_rule
 from specctl.chance import SeededChance
-from specctl.config import DraftModelConfig, MedusaConfig, RunConfig
+from specctl.config import DecodingConfig, DraftModelConfig, MedusaConfig, RunConfig
 from specctl.decoding import Rule, plain, speculative
 from specctl.drafters.base import Drafter
 from specctl.drafters.draft_model import DraftModel
@@ -43,8 +45,11 @@ class Pair:
         ends = set(end_tokens(artefacts.model_folder("target")))
         if artefacts.tokenizer.end_of_text is not None:
             ends.add(artefacts.tokenizer.end_of_text)
-        self._ends = frozenset(ends)
+        self._ends = frozenset(end for end in ends if end < self.target.vocab_size)
         self.law = self._law()
+        draft_temperature = self.config.decoding.draft_temperature
+        self.draft_law = self.law if draft_temperature is None else replace(self.law, temperature=draft_temperature)
+        self.rule = rule_of(self.config.decoding)
         self.threads = self._choose_threads()
 
     def _draft(self, name: str) -> LlamaDecoder:
@@ -91,7 +96,8 @@ class Pair:
         heads = self.num_heads(name)
         if heads is not None and k > heads:
             raise UsageError(
-                f"drafter {name} has {heads} heads and cannot draft K = {k} tokens; lower K, or give it more heads"
+                f"drafter {name} has {heads} heads and cannot draft K = {k} tokens; lower K (--k, sweep.k), or train "
+                f"more (drafters.{name}.num_heads)"
             )
 
     def ks(self, name: str) -> list[int]:
@@ -101,19 +107,36 @@ class Pair:
             return list(range(min(_LONGEST_SWEEP, self.num_heads(name) or _LONGEST_SWEEP) + 1))
         return sorted(set(wanted))
 
+    def is_lossy(self, k: int) -> bool:
+        """Whether drafting K tokens a round gives another law than the target's: the typical rule does."""
+        return k > 0 and self.config.decoding.rule == "typical"
+
     def _law(self) -> SamplingLaw:
-        """Raises UsageError for a stop token that the vocabulary does not have."""
+        """Raises UsageError for tokens that the vocabulary does not have."""
         decoding, vocab_size = self.config.decoding, self.target.vocab_size
-        for token_id in decoding.stop_token_ids:
-            if token_id >= vocab_size:
-                raise UsageError(f"decoding.stop_token_ids: {token_id} is not in the vocabulary of {vocab_size} tokens")
+        for name in ("stop_token_ids", "banned_token_ids", "logit_bias"):
+            for token_id in getattr(decoding, name):
+                if token_id >= vocab_size:
+                    raise UsageError(f"decoding.{name}: {token_id} is not in the vocabulary of {vocab_size} tokens")
+        ends = {*self._ends, *decoding.stop_token_ids}
+        if len({*decoding.banned_token_ids, *(ends if decoding.min_new_tokens else ())}) == vocab_size:
+            raise UsageError("decoding.banned_token_ids: no token is left; ban fewer")
+        if decoding.logprobs is not None and decoding.logprobs > vocab_size:
+            raise UsageError(
+                f"decoding.logprobs: {decoding.logprobs} is more than the vocabulary of {vocab_size} tokens"
+            )
         return SamplingLaw(
             temperature=decoding.temperature,
             top_k=decoding.top_k,
             top_p=decoding.top_p,
             min_p=decoding.min_p,
             min_new_tokens=decoding.min_new_tokens,
-            end_token_ids=tuple(sorted({*self._ends, *decoding.stop_token_ids})),
+            end_token_ids=tuple(sorted(ends)),
+            repetition_penalty=decoding.repetition_penalty,
+            presence_penalty=decoding.presence_penalty,
+            frequency_penalty=decoding.frequency_penalty,
+            logit_bias=tuple(decoding.logit_bias.items()),
+            banned_token_ids=decoding.banned_token_ids,
         )
 
     def stop_rules(self) -> StopRules:
@@ -141,13 +164,22 @@ class Pair:
         k: int,
         request: int = 0,
         stop: StopRules | None = None,
-        rule: Rule = token_rule,
+        rule: Rule | None = None,
+        num_logprobs: int | None = None,
     ) -> Iterator[Event]:
-        """One request's events; plain decoding for the drafter "none" or K = 0."""
+        """One request's events; plain decoding for the drafter "none" or K = 0. rule: the pair's own if None."""
         chance = SeededChance(self.config.seed, request)
         stop = stop or self.stop_rules()
         if drafter == "none" or k == 0:
-            return plain(self.target, prompt, law=self.law, chance=chance, stop=stop, device=self.device)
+            return plain(
+                self.target,
+                prompt,
+                law=self.law,
+                chance=chance,
+                stop=stop,
+                num_logprobs=num_logprobs,
+                device=self.device,
+            )
         return speculative(
             self.target,
             self.drafter(drafter),
@@ -156,7 +188,9 @@ class Pair:
             law=self.law,
             chance=chance,
             stop=stop,
-            rule=rule,
+            rule=rule or self.rule,
+            draft_law=self.draft_law,
+            num_logprobs=num_logprobs,
             device=self.device,
         )
 
@@ -198,6 +232,13 @@ class Pair:
             times.append(perf_counter() - started)
             session.keep((0,))
         return sorted(times)[len(times) // 2]
+
+
+def rule_of(decoding: DecodingConfig) -> Rule:
+    """The acceptance rule that a run asks for."""
+    if decoding.rule == "typical":
+        return partial(typical_rule, epsilon=decoding.typical_epsilon, delta=decoding.typical_delta)
+    return block_rule if decoding.rule == "block" else token_rule
 
 
 def choose_device(config: RunConfig) -> torch.device:

@@ -37,7 +37,7 @@ class SweepRow:
 class Sweep:
     """conditional_acceptance: at the largest K, from prompts other than the measured ones.
 
-    note: what a reader must know about the columns, if anything.
+    note: what a reader must know about the columns, if anything. lossy: whether K > 0 gives another law.
     """
 
     drafter: str
@@ -49,6 +49,7 @@ class Sweep:
     conditional_acceptance: list[float]
     reason: str
     note: str | None = None
+    lossy: bool = False
 
 
 def sweep_k(pair: Pair, drafter: str, progress: Progress | None = None, trace: Trace | None = None) -> Sweep:
@@ -89,6 +90,7 @@ def sweep_k(pair: Pair, drafter: str, progress: Progress | None = None, trace: T
         conditional_acceptance=agreement.stats.conditional_acceptance if agreement else [],
         reason=explain(next(row for row in rows if row.k == best), rows, costs),
         note=work.note if costs else None,
+        lossy=pair.is_lossy(ks[-1]),
     )
 
 
@@ -102,16 +104,26 @@ def _predict(k: int, agreement: Agreement | None, costs: Costs | None) -> float 
     return theory.speedup(tokens, k, *prices, drafted_share=agreement.drafted_share)
 
 
+def _times(speedup: float | None) -> str:
+    return "-" if speedup is None else f"{speedup:.2f}x"
+
+
 def explain(best: SweepRow, rows: Sequence[SweepRow], costs: Costs | None) -> str:
     """One sentence that says why the best K is the best."""
     if costs is None:
         return "Only plain decoding was measured."
+    fastest = max(rows, key=lambda row: row.tokens_per_second)
+    if best.k == 0 and fastest.k > 0:
+        return (
+            f"Undecided: K = {fastest.k} was the fastest with {_times(fastest.speedup)}, but not beyond doubt; "
+            "more prompts or repeats would tell (sweep.num_prompts, sweep.repeats)."
+        )
     if best.k == 0:
         predicted = [row.predicted_speedup for row in rows if row.k > 0 and row.predicted_speedup is not None]
         allowed = f" (theory allows {max(predicted):.2f}x)" if predicted else ""
         return (
             f"Do not speculate with this pair: a draft step costs {costs.cost_ratio:.2f} target steps, and no K "
-            f"was faster than plain decoding beyond doubt{allowed}."
+            f"was faster than plain decoding{allowed}."
         )
 
     def price(k: int) -> float:

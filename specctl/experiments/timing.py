@@ -13,8 +13,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from specctl.acceptance import Chance, Proposal, Verdict, token_rule
-from specctl.chance import SeededChance
+from specctl.acceptance import Proposal, Verdict
+from specctl.chance import Chance, SeededChance
 from specctl.errors import UsageError
 from specctl.events import Round
 from specctl.experiments.pair import Pair
@@ -56,7 +56,7 @@ def measure_costs(pair: Pair, drafter: str, ks: Iterable[int]) -> Costs:
     parts: dict[object, Callable[[], list[float]]] = {"target": _target_step(pair, cached, draw=True)}
     parts["draft"] = _draft(pair, drafter, cached, longest)
     parts |= {("rows", k + 1): _target_step(pair, cached, rows=k + 1) for k in ks}
-    parts |= {("round", k): _rounds(pair, drafter, cached, k) for k in (0, *ks)}
+    parts |= {("round", k): _rounds(pair, drafter, cached, k, longest) for k in (0, *ks)}
     times: dict[object, list[float]] = {name: [] for name in parts}
     with torch.inference_mode():
         for trial in range(_TRIALS):
@@ -66,7 +66,7 @@ def measure_costs(pair: Pair, drafter: str, ks: Iterable[int]) -> Costs:
                     times[name] += taken
     seconds = {name: median(values) for name, values in times.items()}
     step = seconds["target"]
-    cost_ratio = seconds["draft"] / longest / step
+    cost_ratio = seconds["draft"] / step
     verify_cost = {1: 1.0} | {k + 1: seconds["rows", k + 1] / step for k in ks}
     return Costs(
         target_step_seconds=step,
@@ -77,8 +77,8 @@ def measure_costs(pair: Pair, drafter: str, ks: Iterable[int]) -> Costs:
 
 
 def _draft(pair: Pair, name: str, cached: int, k: int) -> Callable[[], list[float]]:
-    """Drafting K tokens after `cached` ones; reading those is not timed."""
-    drafter, chance, prompt = pair.drafter(name), SeededChance(0), [0] * (cached + 1)
+    """Drafting K tokens after `cached` ones, by the token; reading those is not timed."""
+    drafter, chance, prompt = pair.drafter(name), SeededChance(0), _made_up(pair, cached + 1, k)
     ids = torch.tensor([prompt[:-1]], device=pair.device)
     forward = pair.target.session().extend(ids, num_logits=1)
     history = History(token_ids=prompt, prompt_length=len(prompt))
@@ -87,13 +87,19 @@ def _draft(pair: Pair, name: str, cached: int, k: int) -> Callable[[], list[floa
         drafter.begin(prompt, forward)
         started = perf_counter()
         chance.begin_round(0)
-        drafted = drafter.propose(history, k, pair.law, chance).ids.tolist()
+        drafted = drafter.propose(history, k, pair.draft_law, chance).ids.tolist()
         seconds = perf_counter() - started
         if not drafted:
             raise UsageError(f"{drafter.name} cannot draft after {cached} tokens; its context is too short")
-        return [seconds]
+        return [seconds / len(drafted)]
 
     return run
+
+
+def _made_up(pair: Pair, length: int, longest: int) -> list[int]:
+    """A text that repeats itself, so that prompt lookup finds `longest` tokens to propose in it too."""
+    period = min(longest + 1, pair.target.vocab_size)
+    return [place % period for place in range(length)]
 
 
 def _target_step(pair: Pair, cached: int, rows: int = 1, draw: bool = False) -> Callable[[], list[float]]:
@@ -114,19 +120,19 @@ def _target_step(pair: Pair, cached: int, rows: int = 1, draw: bool = False) -> 
     return run
 
 
-def _rounds(pair: Pair, drafter: str, cached: int, k: int) -> Callable[[], list[float]]:
+def _rounds(pair: Pair, drafter: str, cached: int, k: int, longest: int) -> Callable[[], list[float]]:
     """Rounds of the public loop that draft K tokens, whatever they are worth; plain ones for K = 0."""
-    prompt, stop = [0] * (cached + 1), StopRules(max_new_tokens=_ROUNDS + 1 + k)
+    prompt, stop = _made_up(pair, cached + 1, longest), StopRules(max_new_tokens=_ROUNDS + 1 + k)
+
+    def reject_all(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
+        """Judge as ever, then keep nothing and close with the first draft: every round is like the one before."""
+        verdict = pair.rule(p, proposal, chance)
+        nothing = torch.zeros_like(verdict.num_accepted)
+        closing = proposal.ids[:1] if len(proposal.ids) else verdict.closing
+        return Verdict(num_accepted=nothing, closing=closing, health=verdict.health)
 
     def run() -> list[float]:
-        events = pair.events(prompt, drafter=drafter, k=k, stop=stop, rule=_reject_all)
+        events = pair.events(prompt, drafter=drafter, k=k, stop=stop, rule=reject_all)
         return [event.seconds for event in islice(events, 1, _ROUNDS + 1) if isinstance(event, Round)]
 
     return run
-
-
-def _reject_all(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
-    """Judge as ever, then keep nothing and close with token 0, so that every round is like the one before."""
-    verdict = token_rule(p, proposal, chance)
-    nothing = torch.zeros_like(verdict.num_accepted)
-    return Verdict(num_accepted=nothing, closing=torch.zeros_like(verdict.closing), health=verdict.health)

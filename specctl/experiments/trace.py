@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from specctl.errors import SpecctlError, UsageError
 from specctl.events import Event, Round
@@ -20,21 +21,22 @@ class Trace:
     def __init__(self, file: FileIO, path: Path) -> None:
         self._file, self._path = file, path
 
-    def follow(self, events: Iterable[Event], watch: Watch, *, prompt: int, drafter: str, k: int) -> Iterator[Event]:
+    def follow(
+        self, events: Iterable[Event], watch: Watch, *, prompt: int, drafter: str, k: int, lossy: bool = False
+    ) -> Iterator[Event]:
         """The same events; each round is on disk before it is passed on.
 
-        watch: the rule that the events are decoded with. prompt: the index of the prompt.
+        watch: the rule that the events are decoded with, lossy or not. prompt: the index of the prompt.
         """
         for event in events:
             if isinstance(event, Round):
-                self._write(prompt, drafter, k, event, _rejection_entropy(event, watch))
+                asked = {"prompt": prompt, "drafter": drafter, "k": k, "lossy": lossy}
+                self._write(asked, event, _rejection_entropy(event, watch))
             yield event
 
-    def _write(self, prompt: int, drafter: str, k: int, round_: Round, rejection_entropy: float | None) -> None:
+    def _write(self, asked: dict[str, Any], round_: Round, rejection_entropy: float | None) -> None:
         line = {
-            "prompt": prompt,
-            "drafter": drafter,
-            "k": k,
+            **asked,
             "round": round_.index,
             "drafted": round_.drafted,
             "num_accepted": round_.num_accepted,
@@ -58,10 +60,15 @@ def _rejection_entropy(round_: Round, watch: Watch) -> float | None:
 
 @contextlib.contextmanager
 def open_trace(path: Path | None) -> Iterator[Trace | None]:
-    """A trace into a file that is made anew, None for no path. Raises UsageError where it cannot be written."""
+    """A trace into a file that is made anew, None for no path.
+
+    Raises UsageError where it cannot be written, and for a file that is there and no trace: it would be lost.
+    """
     if path is None:
         yield None
         return
+    if path.is_file() and path.stat().st_size and b'"rejection_entropy"' not in path.read_bytes()[:10_000]:
+        raise UsageError(f"{path} is there and is no trace; choose another file for --trace, or remove it")
     with contextlib.ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from specctl.prompts import Prompt, choose, hold_out, read_prompts
 from specctl.tokenizer import Tokenizer
 from specctl.training.ensure import Artefacts
 
-_DEFAULT_PROMPTS = 4  # of the validation split
+_DEFAULT_PROMPTS = 12  # of the validation split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,9 +69,18 @@ def load_checkpoint(folder: Path) -> Llama:
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file; UsageError naming it where it cannot be read."""
     try:
-        return load_file(path)
+        weights = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} cannot be read ({error}); it is truncated or not safetensors") from None
+    for name, weight in weights.items():
+        if weight.dtype not in _DTYPES:
+            raise UsageError(
+                f"{path}: {name} is {str(weight.dtype).removeprefix('torch.')}; quantised weights are not read"
+            )
+    return weights
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def weights_fingerprint(module: nn.Module) -> str:
@@ -89,9 +98,13 @@ def end_tokens(folder: Path) -> frozenset[int]:
     """The end tokens that generation_config.json, or else config.json, names."""
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            value = read_json(folder / name).get("eos_token_id")
+            config = read_json(folder / name)
+            value = config.get("eos_token_id") if isinstance(config, dict) else None
             if value is not None:
-                return frozenset(value if isinstance(value, list) else [value])
+                ids = value if isinstance(value, list) else [value]
+                if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+                    raise UsageError(f"{folder / name}: eos_token_id is {value!r}; it must be one or more token ids")
+                return frozenset(ids)
     return frozenset()
 
 

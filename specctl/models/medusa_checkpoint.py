@@ -48,7 +48,10 @@ def load_heads(folder: Path, target: Llama) -> MedusaHeads:
     config = _read_config(folder)
     if (folder / ORIGINAL_WEIGHTS).is_file():
         path = folder / ORIGINAL_WEIGHTS
-        weights = {_engine_name(name, path): weight for name, weight in read_weights(path).items()}
+        weights = {
+            _engine_name(name, path, config.get("medusa_num_layers", 1)): weight
+            for name, weight in read_weights(path).items()
+        }
     else:
         path = folder / "model.safetensors"
         if not path.is_file():
@@ -76,7 +79,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _engine_name(name: str, path: Path) -> str:
+def _engine_name(name: str, path: Path, num_layers: int) -> str:
     """A name of the original repository as serving engines have it."""
     match = re.fullmatch(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)", name)
     if match is None:
@@ -84,6 +87,8 @@ def _engine_name(name: str, path: Path) -> str:
     head, place, linear, kind = match.groups()
     if linear:
         return f"blocks.{head}.layers.{place}.{kind}"
+    if int(place) != num_layers:
+        raise UsageError(f"{path} has the foreign tensor {name} ({num_layers} layers a head); nothing was loaded")
     return f"lm_heads.{head}.{kind}"
 
 

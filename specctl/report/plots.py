@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from specctl.errors import UsageError
+from specctl.report.lossy import labelled
 from specctl.run_folder import ensure_writable, write_atomic
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def legend_above(axes: "Axes", columns: int = 2, handles: "Sequence[Artist] | No
 
 def sweep_figure(sweep: "Sweep") -> "Figure":
     """Speedup over K, measured beside predicted, and tokens per target pass; tokens per second without a K = 0."""
-    figure = new_figure(10, 4.5, f"K sweep: drafter {sweep.drafter}, temperature {sweep.temperature:g}")
+    title = f"K sweep: drafter {sweep.drafter}, temperature {sweep.temperature:g}"
+    figure = new_figure(10, 4.5, labelled(title, sweep.lossy))
     speed, tokens = figure.subplots(1, 2)
     ks = [row.k for row in sweep.rows]
     speedups = [row.speedup for row in sweep.rows if row.speedup is not None]
@@ -146,7 +148,7 @@ def _note(axes: "Axes", text: str, x: float, y: float, ha: Literal["left", "righ
 
 def break_it_figure(result: "BreakIt") -> "Figure":
     """The speedup of every drafter, and its alpha against the alpha at which it would break even."""
-    title = f"Break it: K = {result.k}, temperature {result.temperature:g}"
+    title = labelled(f"Break it: K = {result.k}, temperature {result.temperature:g}", result.lossy)
     longest = max(len(row.name) for row in result.rows)
     figure = new_figure(9 + 0.09 * longest, 2.2 + 0.42 * len(result.rows), title)
     speed, agreement = figure.subplots(1, 2, sharey=True)

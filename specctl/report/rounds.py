@@ -5,6 +5,7 @@ from rich.text import Text
 
 from specctl.events import Round
 from specctl.experiments.generate import Generation
+from specctl.report.lossy import labelled
 from specctl.stopping import VisibleText
 from specctl.tokenizer import Tokenizer
 
@@ -70,7 +71,7 @@ def summary(result: Generation) -> str:
     if stats["tokens_per_second"]:
         parts.append(f"{stats['tokens_per_second']:.0f} tokens/s")
     if result.k:
-        parts.append(f"drafter {result.drafter}, K = {result.k}")
+        parts.append(labelled(f"drafter {result.drafter}, K = {result.k}", result.lossy))
         if stats["mean_acceptance_length"]:
             parts.append(f"{stats['mean_acceptance_length']:.2f} tokens a target pass")
         if stats["acceptance_rate"] is not None:

@@ -10,6 +10,7 @@ from specctl.experiments.break_it import BreakIt
 from specctl.experiments.generate_file import Generations, Totals
 from specctl.experiments.intervals import CategoryFigures, Interval
 from specctl.experiments.sweep_k import Sweep
+from specctl.report.lossy import labelled
 
 _UNLIMITED = 10_000  # columns; measured against less, a table claims to fit
 
@@ -75,7 +76,8 @@ def heads_table(reports: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    table = Table(title=f"K sweep: drafter {sweep.drafter}, temperature {sweep.temperature:g}", title_justify="left")
+    title = labelled(f"K sweep: drafter {sweep.drafter}, temperature {sweep.temperature:g}", sweep.lossy)
+    table = Table(title=title, title_justify="left")
     for heading in ("K", "tokens/s", "+-", "speedup", "95 %", "predicted", "accepted", "tokens/pass"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -85,7 +87,7 @@ def sweep_table(sweep: Sweep) -> Table:
         table.add_row(
             str(row.k),
             f"{row.tokens_per_second:.0f}",
-            f"{row.spread:.0f}",
+            f"{row.spread:.0f}" if row.spread else "-",
             _times(row.speedup),
             _range(row.speedup_interval),
             _times(row.predicted_speedup),
@@ -98,7 +100,8 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def break_it_table(result: BreakIt) -> Table:
-    table = Table(title=f"Break it: K = {result.k}, temperature {result.temperature:g}", title_justify="left")
+    title = labelled(f"Break it: K = {result.k}, temperature {result.temperature:g}", result.lossy)
+    table = Table(title=title, title_justify="left")
     table.add_column("drafter", no_wrap=True)
     for heading in ("tokens/s", "+-", "speedup", "95 %", "accepted", "alpha", "break-even", "tokens/pass", "c"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -107,7 +110,7 @@ def break_it_table(result: BreakIt) -> Table:
         table.add_row(
             row.name,
             f"{row.tokens_per_second:.0f}",
-            f"{row.spread:.0f}",
+            f"{row.spread:.0f}" if row.spread else "-",
             _times(row.speedup),
             _range(row.speedup_interval),
             _share(row.acceptance_rate),
@@ -127,13 +130,14 @@ def sweep_categories(sweep: Sweep) -> Table | None:
         return None
     fastest = max(speculative, key=lambda row: row.tokens_per_second)
     row = next((row for row in speculative if row.k == sweep.best_k), fastest)
-    return _categories(f"By category: K = {row.k}", [("", row.by_category)])
+    return _categories(labelled(f"By category: K = {row.k}", sweep.lossy and row.k > 0), [("", row.by_category)])
 
 
 def break_it_categories(result: BreakIt) -> Table | None:
     """The categories of the prompts under each drafter."""
     return _categories(
-        f"By category: K = {result.k}", [(row.name, row.by_category) for row in result.rows if row.name != "baseline"]
+        labelled(f"By category: K = {result.k}", result.lossy),
+        [(row.name, row.by_category) for row in result.rows if row.name != "baseline"],
     )
 
 
@@ -163,7 +167,8 @@ def _categories(title: str, groups: Sequence[tuple[str, Sequence[CategoryFigures
 def generations_table(result: Generations) -> Table:
     """What generating from a file of prompts gave: all of them, and each category."""
     how = f"drafter {result.drafter}, K = {result.k}" if result.k else "plain decoding"
-    table = Table(title=f"Generated: {how}, temperature {result.temperature:g}", title_justify="left")
+    title = labelled(f"Generated: {how}, temperature {result.temperature:g}", result.lossy)
+    table = Table(title=title, title_justify="left")
     table.add_column("category", no_wrap=True)
     for heading in ("prompts", "tokens", "tokens/s", "end to end", "accepted", "tokens/pass"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from specctl.events import Round
+from specctl.report.lossy import labelled
 from specctl.report.plots import BLUE, GREEN, ORANGE, RED, SKY, legend_above, new_figure
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def timeline_figure(result: "Generation", rounds: Sequence[Round], plain_step_se
     """
     shown = rounds[:MAX_ROUNDS]
     title = f"Speculative decoding: drafter {result.drafter}, K = {result.k}, rounds 1 to {len(shown)} of {len(rounds)}"
-    figure = new_figure(13, 4, title)
+    figure = new_figure(13, 4, labelled(title, result.lossy))
     axes = figure.subplots()
     ends = list(accumulate((round_.seconds * 1000 for round_ in shown), initial=0.0))
     for round_, start in zip(shown, ends, strict=False):

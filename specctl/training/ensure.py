@@ -1,4 +1,4 @@
-"""Makes what a run needs and lacks: token ids, a tokenizer, a target, its drafts.
+"""Makes what a run needs and lacks: a target, its drafts, heads on it (and, through `text`, what they learn from).
 
 Everything lies in the run folder beside the recipe that it was made from. An artefact whose recipe
 is no longer the config's is stale: it is made again, saying what changed, and the old one is moved
@@ -29,7 +29,7 @@ from specctl.config import (
 )
 from specctl.errors import UsageError
 from specctl.hardware import num_cores
-from specctl.models.checkpoint import load_checkpoint
+from specctl.models.checkpoint import load_checkpoint, weights_fingerprint
 from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads
 from specctl.models.medusa_checkpoint import load_heads
@@ -238,7 +238,7 @@ class Artefacts:
     def _target_recipe(self) -> dict[str, Any]:
         target = self.config.target
         if target.path:
-            return {"path": target.path}
+            return {"path": target.path, "weights": weights_fingerprint(self.target())}
         step = interrupted_at(self.model_folder("target"))
         return {**self._recipe("target", target), **({"interrupted_at": step} if step else {})}
 
@@ -263,10 +263,11 @@ class Artefacts:
 
 
 def _resume_command(name: str, source: Trainable) -> str:
+    """How to go on; the config's path and overrides are the caller's to repeat."""
     if name == "target":
-        return "specctl train-target --resume"
+        return "specctl train-target --resume (with the same -c and --set)"
     command = "train-medusa" if isinstance(source, MedusaConfig) else "train-draft"
-    return f"specctl {command} --drafter {name} --resume"
+    return f"specctl {command} --drafter {name} --resume (with the same -c and --set)"
 
 
 def _duration(seconds: float) -> str:

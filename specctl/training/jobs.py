@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from specctl.config import DraftModelConfig, MedusaConfig, TargetConfig
+from specctl.errors import UsageError
 from specctl.models.checkpoint import save_checkpoint
 from specctl.models.llama import Llama, LlamaShape
 from specctl.models.medusa import MedusaHeads, MedusaShape
@@ -44,6 +45,9 @@ def model_job(
     held_out: validation blocks of its own text; shared: of the target's. teacher: None for cross-entropy.
     """
     training = source.training
+    _refuse_long_blocks(training.block_size, source.model.max_position_embeddings, "the model's own")
+    if teacher is not None:
+        _refuse_long_blocks(training.block_size, teacher.shape.max_position_embeddings, "the target's")
     module = Llama(LlamaShape(vocab_size=tokenizer.vocab_size, **source.model.model_dump()))
     module.initialise(training.seed)
 
@@ -61,8 +65,16 @@ def model_job(
     return Job(task=task, num_parameters=module.num_parameters, write=write, describe=describe)
 
 
+def _refuse_long_blocks(block_size: int, context: int, whose: str) -> None:
+    if block_size > context:
+        raise UsageError(
+            f"training.block_size is {block_size}, above the {context} tokens of {whose} context; lower it"
+        )
+
+
 def heads_job(source: MedusaConfig, target: Llama, held_out: Tensor) -> Job:
     """Medusa heads on the frozen target."""
+    _refuse_long_blocks(source.training.block_size, target.shape.max_position_embeddings, "the target's")
     target.requires_grad_(False)
     shape = MedusaShape(
         num_heads=source.num_heads,

@@ -78,7 +78,11 @@ class RunText:
             "tokenizer": self.tokenizer.fingerprint(),
         }
         if source.generated_by:
-            prompts = self._survey(self.target_corpus).fingerprint
+            prompts = {
+                "text": self._survey(self.target_corpus).fingerprint,
+                "validation_fraction": self._config.corpora[self.target_corpus].validation_fraction,
+                "seed": self._config.target.training.seed,
+            }
             return {**recipe, "num_tokens": source.num_tokens, "prompts": prompts, "writer": self._target_recipe()}
         return {**recipe, "text": self._survey(corpus).fingerprint}
 

@@ -1,0 +1,86 @@
+"""What a run really used: every row of p and q, and every verdict, taken down over the rule's shoulder.
+
+A `Recorder` is itself a rule; it sees what the rule is given, so rows are recorded as they were used,
+right or wrong. Knows nothing of what they ought to be.
+
+Shapes: K drafted, V vocab.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specctl.acceptance import Proposal, Verdict
+from specctl.chance import Chance, SeededChance
+from specctl.decoding import Rule
+from specctl.events import Round
+from specctl.experiments.verify.subject import Parts
+
+
+class Recorder:
+    """A rule that judges as `rule` does and keeps what it was given and what it decided."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.seen: list[tuple[Tensor, Proposal, Verdict]] = []
+
+    def __call__(self, p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
+        verdict = self._rule(p, proposal, chance)
+        self.seen.append((p, proposal, verdict))
+        return verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoundRecord:
+    """One round. start: tokens committed before it. num_accepted: as the rule decided, before any stop.
+
+    p: [K + 1, V]. q: [K, V]. emitted may be cut by the budget.
+    """
+
+    start: int
+    drafted: list[int]
+    num_accepted: int
+    closing: int
+    emitted: tuple[int, ...]
+    p: Tensor
+    q: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One request: its prompt, all its tokens (the prompt's first), and its rounds."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    rounds: list[RoundRecord]
+
+    @property
+    def num_new_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt)
+
+
+def record(parts: Parts, prompt: Sequence[int], *, k: int, seed: int, request: int, num_tokens: int) -> Request:
+    """Decode one request through `speculative()` with its rule watched."""
+    recorder = Recorder(parts.rule)
+    watched = replace(parts, rule=recorder)
+    events = watched.events(prompt, k=k, chance=SeededChance(seed, request), num_tokens=num_tokens)
+    rounds = [event for event in events if isinstance(event, Round)]
+    token_ids, records = list(prompt), []
+    for round_, (p, proposal, verdict) in zip(rounds, recorder.seen, strict=True):
+        positions = torch.arange(len(proposal.ids), device=p.device)
+        rows = [proposal.row(position) for position in positions]
+        records.append(
+            RoundRecord(
+                start=len(token_ids),
+                drafted=list(round_.drafted),
+                num_accepted=int(verdict.num_accepted),
+                closing=int(verdict.closing),
+                emitted=round_.emitted,
+                p=p,
+                q=torch.stack(rows).to(p.dtype) if rows else p.new_zeros((0, p.shape[1])),
+            )
+        )
+        token_ids += round_.emitted
+    return Request(prompt=list(prompt), token_ids=token_ids, rounds=records)

@@ -1,0 +1,129 @@
+"""What is verified: the parts that `speculative()` is made of, and forwards that share no cache with it.
+
+A planted bug is a function that wraps some of the parts; the loop itself is never copied. Knows
+nothing about what is checked.
+
+Shapes: B sequences, T tokens, V vocab.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specctl.chance import Chance
+from specctl.decoding import Rule, plain, speculative
+from specctl.drafters.base import Drafter
+from specctl.drafters.draft_model import DraftModel
+from specctl.drafters.ngram import NgramDrafter
+from specctl.events import Event
+from specctl.models.llama import Llama
+from specctl.models.session import CausalModel, Forward
+from specctl.sampling import SamplingLaw
+from specctl.stopping import StopRules
+
+Fresh = Callable[[Tensor], Forward]  # ids [B, T] -> logits [B, T, V], without a cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything that `speculative()` is given beside prompt, K, chance and stops.
+
+    draft_law: what the draft draws from.
+    """
+
+    target: CausalModel
+    drafter: Drafter
+    law: SamplingLaw
+    draft_law: SamplingLaw
+    rule: Rule
+    device: torch.device
+
+    def events(self, prompt: Sequence[int], *, k: int, chance: Chance, num_tokens: int) -> Iterator[Event]:
+        """One request that ends at its budget or at the context alone; plain decoding for K = 0."""
+        stop = StopRules(max_new_tokens=num_tokens)
+        if k == 0:
+            return plain(self.target, prompt, law=self.law, chance=chance, stop=stop, device=self.device)
+        return speculative(
+            self.target,
+            self.drafter,
+            prompt,
+            num_speculative_tokens=k,
+            law=self.law,
+            draft_law=self.draft_law,
+            chance=chance,
+            stop=stop,
+            rule=self.rule,
+            device=self.device,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Parts to verify, and what they are held against.
+
+    clean: without any bug. parts: what runs; the same where nothing is planted.
+    fresh_target, fresh_draft: the models of `clean`, cache-less; None for a drafter that is no draft model.
+    tolerance: how far a probability may be from that of a fresh forward by rounding alone.
+    """
+
+    clean: Parts
+    parts: Parts
+    fresh_target: Fresh
+    fresh_draft: Fresh | None
+    tolerance: float
+
+    @property
+    def draws(self) -> bool:
+        """Whether the drafter draws its tokens; a copy from the text is none."""
+        return not isinstance(self.clean.drafter, NgramDrafter)
+
+
+def subject(
+    parts: Parts, *, fresh_target: Fresh | None = None, fresh_draft: Fresh | None = None, dtype: torch.dtype
+) -> Subject:
+    """A subject without a bug; forwards that are not given go through sessions that start empty."""
+    draft = parts.drafter.model if isinstance(parts.drafter, DraftModel) else None
+    if fresh_draft is None and draft is not None:
+        fresh_draft = through_empty_session(draft)
+    return Subject(
+        clean=parts,
+        parts=parts,
+        fresh_target=fresh_target or through_empty_session(parts.target),
+        fresh_draft=fresh_draft,
+        tolerance=tolerance(dtype, min(parts.law.temperature, parts.draft_law.temperature)),
+    )
+
+
+def tolerance(dtype: torch.dtype, temperature: float) -> float:
+    """How far two probabilities of one token may be apart because passes of different width sum in another order.
+
+    A change d of a logit changes a probability by p (1 - p) d / temperature at most. Logits of some tens carry
+    rounding of about 1e-5 in float32 after some layers, and of 2^-8 of their size in bfloat16.
+    """
+    rounding = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 5e-2)
+    return rounding / min(1.0, temperature or 1.0)
+
+
+def through_empty_session(model: CausalModel) -> Fresh:
+    """The whole prefix in one pass of a session that has seen nothing."""
+
+    def fresh(ids: Tensor) -> Forward:
+        passes = [model.session().extend(row[None]) for row in ids]
+        return Forward(torch.cat([each.logits for each in passes]), torch.cat([each.hidden for each in passes]))
+
+    return fresh
+
+
+def through_module(module: Llama, dtype: torch.dtype, device: torch.device) -> Fresh:
+    """The module that is trained and saved: it shares no line with the decoder and has no cache at all."""
+    own = copy.deepcopy(module).to(device, dtype).eval()
+
+    @torch.inference_mode()
+    def fresh(ids: Tensor) -> Forward:
+        forward: Forward = own(ids)
+        return forward
+
+    return fresh

@@ -1,0 +1,215 @@
+"""Wrapped parts that do something wrong: what the planted bugs are made of.
+
+Each wraps a model's session, a drafter, a rule, a law or a chance, and leaves the decoding loop alone.
+Knows nothing of what sees it.
+
+Shapes: K drafted, V vocab.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from specctl.acceptance import Proposal, Verdict
+from specctl.chance import Chance
+from specctl.decoding import Rule
+from specctl.drafters.base import DenseProposal, Drafter
+from specctl.events import Round
+from specctl.models.llama import LlamaDecoder
+from specctl.models.session import CausalModel, Forward, Session
+from specctl.sampling import History, SamplingLaw
+
+Bend = Callable[[Tensor], Tensor]  # weights [V] -> weights [V]
+Closing = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # p, q, rejected id, p of the last row -> weights [V]
+
+
+class BentDrafter:
+    """A drafter whose tokens are drawn from other weights than it declares."""
+
+    def __init__(self, drafter: Drafter, bend: Bend) -> None:
+        self._drafter, self._bend, self.name = drafter, bend, drafter.name
+
+    def begin(self, prompt: Sequence[int], forward: Forward | None) -> None:
+        self._drafter.begin(prompt, forward)
+
+    def propose(self, history: History, limit: int, law: SamplingLaw, chance: Chance) -> Proposal:
+        return self._drafter.propose(history, limit, law, _BentChance(chance, self._bend))
+
+    def observe(self, round_: Round, forward: Forward) -> None:
+        self._drafter.observe(round_, forward)
+
+
+class _BentChance:
+    def __init__(self, chance: Chance, bend: Bend) -> None:
+        self._chance, self._bend = chance, bend
+
+    def begin_round(self, index: int) -> None:
+        self._chance.begin_round(index)
+
+    def successes(self, probs: Tensor) -> Tensor:
+        return self._chance.successes(probs)
+
+    def draw(self, weights: Tensor) -> Tensor:
+        return self._chance.draw(self._bend(weights))
+
+
+class WithholdingDrafter:
+    """A drafter that ends its proposal before the first token that it dislikes: one of the upper half of the ids."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter, self.name = drafter, drafter.name
+
+    def begin(self, prompt: Sequence[int], forward: Forward | None) -> None:
+        self._drafter.begin(prompt, forward)
+
+    def propose(self, history: History, limit: int, law: SamplingLaw, chance: Chance) -> Proposal:
+        proposal = self._drafter.propose(history, limit, law, chance)
+        positions = torch.arange(len(proposal.ids) + 1, device=proposal.ids.device)
+        rows = torch.stack([proposal.row(position) for position in positions])
+        disliked = (proposal.ids >= rows.shape[1] // 2).nonzero()[:1, 0].tolist()
+        if not disliked:
+            return proposal
+        kept = disliked[0]
+        return DenseProposal(proposal.ids[:kept], torch.cat((rows[:kept], torch.zeros_like(rows[:1]))))
+
+    def observe(self, round_: Round, forward: Forward) -> None:
+        self._drafter.observe(round_, forward)
+
+
+class _NoDraw:
+    """Lets a rule decide how many drafts stay, and leaves the closing draw to somebody else."""
+
+    def __init__(self, chance: Chance) -> None:
+        self.begin_round, self.successes = chance.begin_round, chance.successes
+
+    def draw(self, weights: Tensor) -> Tensor:
+        return weights.new_zeros(1, dtype=torch.int64)
+
+
+def closing_with(rule: Rule, weights_of: Closing) -> Rule:
+    """The rule, with the token after a rejection drawn from other weights (from p where they are all zero)."""
+
+    def wrong(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
+        verdict = rule(p, proposal, _NoDraw(chance))
+        position = verdict.num_accepted
+        law = weights = p[int(position)]
+        if position < len(proposal.ids):
+            weights = weights_of(law, proposal.row(position), proposal.ids[int(position)], p[-1])
+        closing = chance.draw(weights if weights.sum() > 0 else law)
+        return Verdict(position, closing, verdict.health)
+
+    return wrong
+
+
+def without_bonus(rule: Rule) -> Rule:
+    """The rule, with the last draft of a fully accepted round as its closing token, and nothing after it."""
+
+    def wrong(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
+        verdict = rule(p, proposal, chance)
+        if len(proposal.ids) == 0 or verdict.num_accepted < len(proposal.ids):
+            return verdict
+        return Verdict(verdict.num_accepted - 1, proposal.ids[-1:], verdict.health)
+
+    return wrong
+
+
+class BlindLaw(SamplingLaw):
+    """A law whose penalties do not see drafted tokens where it is asked about several rows, as for the target."""
+
+    __slots__ = ()
+
+    def probs(self, logits: Tensor, history: History) -> Tensor:
+        if logits.dim() == 1:
+            return SamplingLaw.probs(self, logits, history)
+        blind = History(token_ids=history.token_ids, prompt_length=history.prompt_length)
+        return torch.stack([SamplingLaw.probs(self, row, blind) for row in logits])
+
+
+def blinded(law: SamplingLaw) -> SamplingLaw:
+    return BlindLaw(**{field.name: getattr(law, field.name) for field in fields(law)})
+
+
+class WrappedModel:
+    """A model whose sessions are wrapped."""
+
+    def __init__(self, model: CausalModel, wrap: Callable[[Session], Session]) -> None:
+        self._model, self._wrap = model, wrap
+        self.name, self.vocab_size, self.context_length = model.name, model.vocab_size, model.context_length
+
+    def session(self, batch_size: int = 1) -> Session:
+        return self._wrap(self._model.session(batch_size))
+
+
+class StaleSession:
+    """A session in which a rollback puts the first rejected draft in the place of the last token kept."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._ids: list[int] = []
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self._session.lengths
+
+    def extend(self, ids: Tensor, num_logits: int | None = None) -> Forward:
+        self._ids += ids[0].tolist()
+        self._device = ids.device
+        return self._session.extend(ids, num_logits)
+
+    def keep(self, lengths: tuple[int, ...]) -> None:
+        (kept,) = lengths
+        if 0 < kept < len(self._ids):
+            stale = torch.tensor([[self._ids[kept]]], device=self._device)
+            self._session.keep((kept - 1,))
+            self._session.extend(stale)
+        else:
+            self._session.keep(lengths)
+        del self._ids[kept:]
+
+
+class HoledSession:
+    """A draft's session that misses the last draft of a fully accepted round: another token stands in its place."""
+
+    def __init__(self, session: Session, vocab_size: int) -> None:
+        self._session, self._vocab_size = session, vocab_size
+        self.keep = session.keep
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self._session.lengths
+
+    def extend(self, ids: Tensor, num_logits: int | None = None) -> Forward:
+        if ids.shape[1] == 2 and self.lengths[0] > 0:  # what a draft reads after a fully accepted round
+            ids = torch.cat(((ids[:, :1] + 1) % self._vocab_size, ids[:, 1:]), 1)
+        return self._session.extend(ids, num_logits)
+
+
+class ShiftingModel:
+    """A Llama whose positions are one too high from the first rollback of a session on."""
+
+    def __init__(self, decoder: LlamaDecoder) -> None:
+        self._decoder = decoder
+        self.name, self.vocab_size, self.context_length = decoder.name, decoder.vocab_size, decoder.context_length
+
+    def session(self, batch_size: int = 1) -> Session:
+        own = copy.copy(self._decoder)
+        return _ShiftingSession(own, own.session(batch_size))
+
+
+class _ShiftingSession:
+    def __init__(self, decoder: LlamaDecoder, session: Session) -> None:
+        self._decoder, self._session, self._shifted = decoder, session, False
+        self.extend = session.extend
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self._session.lengths
+
+    def keep(self, lengths: tuple[int, ...]) -> None:
+        if lengths < self.lengths and not self._shifted:
+            rotary = self._decoder.rotary
+            self._decoder.rotary, self._shifted = torch.cat((rotary[1:], rotary[-1:])), True
+        self._session.keep(lengths)

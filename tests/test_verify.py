@@ -1,0 +1,342 @@
+"""`specctl verify`: the exact rules pass, every planted bug is caught by its parts, and p-values mean what they say."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from tiny_run import Tiny
+
+from specctl.acceptance import block_rule, token_rule, typical_rule
+from specctl.decoding import Rule
+from specctl.drafters.draft_model import DraftModel
+from specctl.experiments.verify import statistics, verdict
+from specctl.experiments.verify.checks import RunPlan, run_planted, sampled_run
+from specctl.experiments.verify.enumeration import CASES, TOLERANCE, distance_to_law, enumerate_cases
+from specctl.experiments.verify.greedy import greedy
+from specctl.experiments.verify.planted import BUGS, ENUMERATION, SAMPLING, Bug
+from specctl.experiments.verify.recording import record
+from specctl.experiments.verify.rescore import RescoreFigures, _compare
+from specctl.experiments.verify.sampling_law import Evidence, add_request, judge
+from specctl.experiments.verify.subject import Subject
+from specctl.experiments.verify.toys import ToyDrafter, random_llama, toy, with_law
+from specctl.experiments.verify.wrappers import WrappedModel
+from specctl.models.llama import LlamaDecoder
+from specctl.models.session import Forward, Session
+from specctl.sampling import SamplingLaw
+
+RATE = 1e-3
+RULES: dict[str, Rule] = {"token": token_rule, "block": block_rule}
+QUICK = [case for case in CASES if (case.target, case.k) in (("HISTORY", 2), ("MARKOV", 1))]
+
+
+def plan(num_tokens: int = 600, k: int = 3, seed: int = 0) -> RunPlan:
+    return RunPlan(prompts=[[0, 1, 2], [1, 1]], k=k, seed=seed, num_tokens=num_tokens, request_tokens=50)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_exact_rules_keep_the_law_on_the_toys(rule: str) -> None:
+    figures = enumerate_cases(RULES[rule], QUICK)
+    assert figures.holds and figures.num_branches > 150
+
+
+def test_the_cases_are_those_that_the_verdict_names() -> None:
+    assert {(case.target, case.k) for case in CASES} == {
+        (target, k) for target in ("CONST", "MARKOV", "HISTORY") for k in (1, 2, 3, 4)
+    }
+    assert {case.drafter for case in CASES} == {"draft_model", "ngram", "medusa"}
+    assert all(case.num_tokens > case.k for case in CASES)  # or K tokens are never drafted
+
+
+def test_a_lossy_rule_is_seen_by_every_part_that_can() -> None:
+    def typical(p, proposal, chance):  # type: ignore[no-untyped-def]
+        return typical_rule(p, proposal, chance, epsilon=0.09, delta=0.3)
+
+    assert enumerate_cases(typical, QUICK[:3]).worst > 1e-3
+    rescored, sampling = sampled_run(toy("MARKOV", vocab_size=32, rule=typical), plan(400), RATE)
+    assert not rescored.holds
+    assert sampling.p_value < RATE and sampling.leak is not None and sampling.leak.interval[0] > 0
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "medusa", "ngram"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_clean_run_holds(rule: str, drafter: ToyDrafter) -> None:
+    law = SamplingLaw(temperature=0.8, top_p=0.95, presence_penalty=0.3, repetition_penalty=1.2)
+    tested = toy("HISTORY", drafter, rule=RULES[rule], law=law)
+    rescored, sampling = sampled_run(tested, plan(90), RATE)
+    assert rescored.holds and rescored.num_q > 30 and rescored.worst_p < 1e-12 and rescored.worst_q < 1e-12
+    assert sampling.num_tokens == 90 and sampling.p_value >= RATE
+    if drafter == "medusa":
+        assert rescored.num_p > 90  # rows after rejected drafts too
+    figures = greedy({"a": (tested, (1, 4))}, [[0, 1], [2]], gap=1e-10, num_tokens=8)
+    assert figures.holds and not figures.differences and figures.num_runs == 4
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_every_planted_bug_is_caught(bug: Bug) -> None:
+    """What breaks the law is seen without enumeration too."""
+    num_tokens = 500 if SAMPLING in bug.caught_by else 150
+    tested = toy(bug.toy, vocab_size=3 if bug.toy == "HISTORY" else 32)
+    (row,) = run_planted(tested, plan(num_tokens), false_alarm_rate=RATE, gap=1e-10, bugs=[bug])
+    assert row.as_expected, row
+    assert row.keeps_law or set(row.caught) - {ENUMERATION}
+    assert row.total_variation is not None
+    assert (row.total_variation <= TOLERANCE) == bug.keeps_law
+
+
+def test_bugs_under_the_block_rule() -> None:
+    names = ("residual turned round", "a lost bonus token", "argmax judged as sampled")
+    bugs = [bug for bug in BUGS if bug.name in names]
+    rows = run_planted(
+        toy("MARKOV", vocab_size=8, rule=block_rule), plan(400), false_alarm_rate=RATE, gap=1e-10, bugs=bugs
+    )
+    assert len(rows) == 3 and all(row.as_expected for row in rows)
+
+
+def test_a_bug_that_nothing_sees_is_not_as_expected() -> None:
+    harmless = replace(BUGS[0], plant=lambda parts: parts)
+    (row,) = run_planted(toy("MARKOV"), plan(100), false_alarm_rate=RATE, gap=1e-10, bugs=[harmless])
+    assert row.caught == () and not row.as_expected
+    too_loud = replace(BUGS[1], keeps_law=True)
+    (row,) = run_planted(toy("MARKOV"), plan(400), false_alarm_rate=RATE, gap=1e-10, bugs=[too_loud])
+    assert row.caught and not row.as_expected
+
+
+def test_bugs_that_a_drafter_cannot_have_are_left_out_by_name() -> None:
+    tested = toy("MARKOV", "ngram")
+    bugs = [bug for bug in BUGS if bug.needs(tested)]
+    rows = run_planted(tested, plan(60), false_alarm_rate=RATE, gap=1e-10, bugs=bugs)
+    missing = {row.name: row.missing for row in rows if row.missing}
+    assert missing["argmax judged as sampled"] == "a drafter that draws its tokens"
+    assert missing["a hole in the draft's cache"] == "a draft model"
+    assert missing["positions off by one after a rollback"] == "a target of the native decoder"
+
+
+# The statistics
+
+
+def test_uniformity_is_scipys() -> None:
+    for count in (50, 400):
+        for seed in range(5):
+            values = np.random.default_rng(seed).random(count) ** (1 + 0.1 * seed)
+            expected = scipy.stats.kstest(values, "uniform").pvalue
+            assert statistics.uniformity(values) == pytest.approx(expected, rel=0.05, abs=0.01)
+
+
+def test_two_sided_and_holm() -> None:
+    assert statistics.two_sided(-1.959964) == pytest.approx(0.05, abs=1e-6)
+    assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert statistics.holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def test_p_values_are_uniform_under_the_law() -> None:
+    """A quick sample; benchmarks/verify_pvalues.py has 2,000 seeds. Alarms at 1e-4, so a chance of 4e-4 to fail."""
+    tested = toy("MARKOV")
+    found: dict[str, list[float]] = {}
+    for seed in range(30):
+        _, sampling = sampled_run(tested, plan(90, seed=seed), RATE)
+        for test in sampling.tests:
+            found.setdefault(test.name, []).append(test.p_value)
+    for name in ("uniform, by id", "uniform, by rank", "serial correlation", "leak"):
+        assert len(found[name]) == 30
+        assert scipy.stats.kstest(found[name], "uniform").pvalue > 1e-4, name
+
+
+def test_the_leak_of_following_the_draft_is_one() -> None:
+    """Emit what the draft says, always: lambda is 1 by definition."""
+    (turned,) = (bug for bug in BUGS if bug.name == "residual turned round")  # min(p, q) + (q - p)+ = q
+    _, sampling = sampled_run(turned.planted_in(toy("MARKOV")), plan(500), RATE)
+    assert sampling.leak is not None
+    assert sampling.leak.interval[0] < 1 < sampling.leak.interval[1]
+    assert 0 < sampling.leak.smallest_seen < 1
+
+
+def test_a_leak_of_the_smallest_size_is_mostly_seen() -> None:
+    """The stated power, checked on synthetic evidence: a mixture that follows the draft with probability lambda."""
+    generator = np.random.default_rng(1)
+    count, surplus, distance = 4000, 0.6, 0.3
+
+    def evidence(leak: float) -> Evidence:
+        ones = np.ones(count)
+        in_surplus = (generator.random(count) < surplus - leak * distance).astype(float)
+        uniform = generator.random((2, count))
+        return Evidence(
+            by_id=[uniform[0]],
+            by_rank=[uniform[1]],
+            positions=[np.zeros(count)],
+            in_surplus=[in_surplus],
+            surplus=[surplus * ones],
+            distance=[distance * ones],
+        )
+
+    leak = judge(evidence(0.0), RATE).leak
+    assert leak is not None
+    alarms = sum(judge(evidence(leak.smallest_seen), RATE).p_value < RATE for _ in range(100))
+    assert 65 <= alarms <= 93
+
+
+def test_too_few_tokens_make_no_test() -> None:
+    _, sampling = sampled_run(toy("MARKOV"), plan(20), RATE)
+    assert sampling.tests == [] and sampling.leak is None and sampling.p_value == 1.0
+
+
+# Rescore, row by row
+
+
+def test_rows_differ_by_rounding_or_are_wrong() -> None:
+    fresh = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.5, 0.3, 0.2, 0.0]])
+    near = fresh + torch.tensor([1e-6, -1e-6, 0, 0])
+    assert _compare(near, fresh, 1e-4)[1] == 0
+    assert _compare(fresh[:, [1, 0, 2, 3]], fresh, 1e-4)[1] == 2
+    assert _compare(fresh * torch.nan, fresh, 1e-4)[1] == 2
+
+
+def test_a_filter_may_keep_another_of_two_equals_and_no_other_token() -> None:
+    fresh = torch.tensor([[0.5, 0.3, 0.2, 0.0, 0.0]])
+    swapped = torch.tensor([[0.5, 0.3, 0.0, 0.2, 0.0]])
+    unfiltered = torch.tensor([[0.5, 0.3, 0.2, 0.1, 0.1]]) / 1.2
+    likely_gone = torch.tensor([[0.0, 0.6, 0.4, 0.0, 0.0]])
+    assert _compare(swapped, fresh, 1e-4)[1:] == (0, 1)
+    assert _compare(unfiltered, fresh, 1e-4)[1:] == (1, 0)
+    assert _compare(likely_gone, fresh, 1e-4)[1:] == (1, 0)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 4}, {"top_p": 0.5}])
+def test_a_filter_that_keeps_one_token_more_is_seen(filters: dict[str, float]) -> None:
+    """Each row alone could be an accident of rounding; all of them cannot."""
+    tested = with_law(toy("MARKOV", vocab_size=32), SamplingLaw(**filters))  # type: ignore[arg-type]
+    assert sampled_run(tested, plan(100), RATE)[0].holds
+    wider = replace(tested.clean.law, top_k=5) if "top_k" in filters else replace(tested.clean.law, top_p=0.53)
+    rescored, _ = sampled_run(replace(tested, parts=replace(tested.clean, law=wider)), plan(100), RATE)
+    assert not rescored.holds
+    assert rescored.num_wrong_p or rescored.is_filtered_otherwise
+
+
+def test_a_draft_that_reads_a_window_is_said_to_be_skipped() -> None:
+    tested = toy("MARKOV")
+    short = random_llama(1, 3)
+    short.shape = replace(short.shape, max_position_embeddings=16)
+    draft = LlamaDecoder(short, "draft", dtype=torch.float64, device=torch.device("cpu"))
+    clean = replace(tested.clean, drafter=DraftModel(draft, "draft"))
+    rescored, sampling = sampled_run(replace(tested, clean=clean, parts=clean), plan(120), RATE)
+    assert rescored.holds and rescored.num_skipped_q > 0
+    assert sampling.p_value >= RATE
+
+
+# Greedy: a tie and a bug
+
+
+class _Nudged:
+    """A session whose logits of token 0 are higher where more than one row is computed at once."""
+
+    def __init__(self, session: Session, by: float) -> None:
+        self._session, self._by = session, by
+        self.keep = session.keep
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self._session.lengths
+
+    def extend(self, ids: torch.Tensor, num_logits: int | None = None) -> Forward:
+        forward = self._session.extend(ids, num_logits)
+        logits = forward.logits.clone()
+        logits[..., 0] += self._by * (ids.shape[1] > 1)
+        return Forward(logits, forward.hidden)
+
+
+@pytest.mark.parametrize(("gap", "is_tie"), [(1e-6, True), (0.1, False)])
+def test_a_greedy_difference_is_a_tie_or_a_bug(gap: float, is_tie: bool) -> None:
+    tested = toy("CONST")
+    table = tested.clean.target
+    logits = torch.tensor([1.0, 1.0 + gap, 0.0], dtype=torch.float64).repeat(3, 1)
+    table.logits = logits  # type: ignore[attr-defined]
+    parts = replace(tested.clean, target=WrappedModel(table, lambda session: _Nudged(session, 2 * gap)))
+    figures = greedy({"a": (replace(tested, parts=parts), (2,))}, [[1, 2]], gap=1e-4, num_tokens=6)
+    (difference,) = figures.differences
+    assert difference.is_tie is is_tie and figures.holds is is_tie
+    assert (difference.position, difference.gap) == (0, pytest.approx(gap))
+
+
+def test_records_hold_what_was_used() -> None:
+    tested: Subject = with_law(toy("HISTORY"), SamplingLaw(temperature=0.7))
+    request = record(tested.parts, [0, 1], k=2, seed=3, request=0, num_tokens=30)
+    assert request.num_new_tokens == 30
+    assert [r.start for r in request.rounds][1:] == [r.start + len(r.emitted) for r in request.rounds][:-1]
+    assert all(len(r.p) == len(r.drafted) + 1 == len(r.q) + 1 for r in request.rounds)
+    evidence, laws = Evidence(), torch.full((30, 3), 1 / 3)
+    add_request(evidence, request, laws, torch.Generator().manual_seed(0))
+    assert len(evidence.by_id[0]) == 30 and evidence.by_id[0].min() >= 0 and evidence.by_id[0].max() <= 1
+    assert RescoreFigures(tolerance=1e-4).holds and not RescoreFigures(tolerance=1e-4, num_short=1).holds
+
+
+def test_distance_is_total_variation() -> None:
+    tested = toy("CONST")
+    assert distance_to_law(tested, k=1, num_tokens=2)[0] <= TOLERANCE
+    (turned,) = (bug for bug in BUGS if bug.name == "residual turned round")
+    # p = (.1, .6, .3), q = (.1, .3, .6) at the first token; the second has the budget for a plain step only
+    assert distance_to_law(turned.planted_in(tested), k=1, num_tokens=2)[0] == pytest.approx(0.3)
+
+
+# The command
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command on fewer toys and shorter greedy texts."""
+    monkeypatch.setattr(verdict, "CASES", QUICK[:3])
+    monkeypatch.setattr(verdict, "_GREEDY_TOKENS", 8)
+
+
+@pytest.mark.usefixtures("light")
+def test_the_command_holds_and_says_what_it_found(tiny: Tiny) -> None:
+    answer = tiny.specctl("verify", "--tokens", "200", "--drafter", "distilled", "--k", "2")
+    assert answer.code == 0, answer.err
+    for part in ("enumeration", "rescore", "sampling law", "greedy"):
+        assert part in answer.out
+    assert "keeps the target's law" in answer.out
+    assert "about" in answer.err and "200 sampled tokens" in answer.err
+
+
+@pytest.mark.usefixtures("light")
+def test_json_and_every_drafter(tiny: Tiny) -> None:
+    answer = tiny.specctl("verify", "--tokens", "150", "--json", "--rule", "block", "--temperature", "0")
+    document = answer.json
+    assert (answer.code, document["holds"], document["rule"], document["temperature"]) == (0, True, "block", 1.0)
+    assert [finding["part"] for finding in document["findings"]] == ["enumeration", "rescore", "sampling law", "greedy"]
+    greedy_figures = document["findings"][3]["figures"]
+    assert greedy_figures["drafters"] == ["aligned", "distilled", "mismatched", "medusa"]
+    assert greedy_figures["num_runs"] == 2 * (3 * 8 + 4)
+    assert "temperature 1" in document["note"].lower()
+    stored = json.loads((tiny.run_dir / "results" / "verify.json").read_text(encoding="utf-8"))
+    assert stored == document
+
+
+@pytest.mark.usefixtures("light")
+def test_planted_bugs_that_are_missed_exit_3(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    harmless = replace(BUGS[0], name="nothing at all", plant=lambda parts: parts)
+    (blind,) = (bug for bug in BUGS if bug.name == "target penalties blind to drafted tokens")
+    for bugs, code in (((blind,), 0), ((blind, harmless), 3)):
+        monkeypatch.setattr(verdict, "BUGS", bugs)
+        answer = tiny.specctl("verify", "--tokens", "600", "--drafter", "distilled", "--planted")
+        assert answer.code == code, answer.out
+        assert blind.name in answer.out and "rows of p wrong" in answer.out
+        assert "keeps the target's law" in answer.out
+    assert "NOT as it must be: enumeration, sampling law" in answer.out and "NOT every planted bug" in answer.out
+
+
+@pytest.mark.usefixtures("light")
+def test_a_lossy_rule_is_called_lossy_and_exits_3(tiny: Tiny) -> None:
+    answer = tiny.specctl("verify", "--tokens", "400", "--drafter", "distilled", "--rule", "typical")
+    assert answer.code == 3
+    assert "LOSSY" in answer.out and "does NOT keep" in answer.out
+    assert "Traceback" not in answer.err
+
+
+def test_nothing_to_verify_is_one_line(tiny: Tiny) -> None:
+    for arguments in (("--drafter", "none"), ("--k", "0")):
+        answer = tiny.specctl("verify", *arguments)
+        assert answer.code == 2 and "verify needs a drafter" in answer.one_line
+    assert "heads" in tiny.specctl("verify", "--drafter", "medusa", "--k", "5").one_line
+    assert tiny.specctl("verify", "--tokens", "0").code == 2
