@@ -68,8 +68,8 @@ def heads_table(reports: Sequence[Mapping[str, Any]]) -> Table:
             accuracies = (figures[f"head_{head}_top_{n}"] for n in (1, 5))
             table.add_row(*row, str(head), *map(_share, accuracies))
     table.caption = (
-        "On validation text: tokens a pass expected at temperature 1; how often the token that head i is asked for,\n"
-        "the one i + 2 positions on, is its first guess, or among its first five."
+        "On validation text: tokens a pass expected at temperature 1; how often the token\n"
+        "i + 2 positions on is the first guess of head i, or among its first five."
     )
     table.caption_justify = "left"
     return table
