@@ -21,7 +21,7 @@ class Section(BaseModel):
 class RuntimeConfig(Section):
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:N or mps")
     dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="of weights and caches in decoding")
-    threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field(
         "auto", description="CPU threads; auto: all cores for training, the faster of 1 and all for decoding"
     )
 
@@ -85,7 +85,7 @@ class TrainingConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     eval_interval: int = Field(500, ge=1, description="steps between validation losses")
     eval_blocks: int = Field(64, ge=1, description="validation blocks, spread evenly")
-    seed: int = Field(0, ge=0, description="of the weights and of the order of the text")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the weights and of the order of the text")
 
 
 class TargetConfig(Section):
@@ -230,7 +230,7 @@ class SweepConfig(Section):
 
 class RunConfig(Section):
     run_dir: str = Field("runs/tiny", min_length=1, description="where everything that a run makes lies")
-    seed: int = Field(0, ge=0, description="of the draws in decoding and the choice of prompts")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the draws in decoding and the choice of prompts")
     runtime: RuntimeConfig = RuntimeConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     corpora: dict[str, CorpusConfig] = {}

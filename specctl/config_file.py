@@ -106,7 +106,7 @@ def _parse(text: str, where: str) -> Any:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
         raise UsageError(f"{where}{line}: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError) as error:  # scalars raise as they please
         raise UsageError(f"{where}: not YAML ({error})") from None
 
 

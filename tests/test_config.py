@@ -221,3 +221,16 @@ def test_names_that_mean_something_else_are_refused(tmp_path: Path, name: str) -
     path.write_text(f"corpora: {{c: {{builtin: python-docs}}}}\ntarget: {{corpus: c}}\ndrafters: {{{name}: {{}}}}\n")
     with pytest.raises(UsageError, match=rf"drafters\.{name}: the name is taken by"):
         load_config(path)
+
+
+@pytest.mark.parametrize("value", ["2020-99-99", "0x_", "!!int foo", "? [a]\n: 1", "[" * 3000])
+def test_scalars_that_yaml_chokes_on_are_one_line(tmp_path: Path, value: str) -> None:
+    with pytest.raises(UsageError, match=r"run\.yaml") as refused:
+        load(tmp_path, f"seed: {value}\n" if not value.startswith("?") else f"{value}\n")
+    assert "Traceback" not in str(refused.value)
+
+
+@pytest.mark.parametrize("override", [f"seed={2**63}", f"target.training.seed={2**63}", "runtime.threads=100000"])
+def test_numbers_beyond_the_machine_are_refused(tmp_path: Path, override: str) -> None:
+    found = problems(tmp_path, GOOD, override)
+    assert found and all(line.startswith(override.partition("=")[0]) for line in found)
