@@ -16,6 +16,7 @@ from tiny_run import Tiny as Run
 from specctl.chance import SeededChance
 from specctl.decoding import plain, speculative
 from specctl.errors import SpecctlError
+from specctl.experiments import timing
 from specctl.models.checkpoint import save_checkpoint
 from specctl.models.llama import Llama
 from specctl.sampling import SamplingLaw
@@ -56,8 +57,11 @@ def test_a_draft_with_rows_of_padding_is_refused(tiny_copy: Run, tmp_path: Path)
     assert answer.code == 2 and "363 vocabulary rows and the target 300" in answer.one_line
 
 
-def test_a_copy_of_the_target_accepts_everything_and_pays_for_it(tiny_copy: Run) -> None:
+def test_a_copy_of_the_target_accepts_everything_and_pays_for_it(
+    tiny_copy: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SELF: acceptance 1, a draft step as dear as a target step, and a speedup that is not hidden."""
+    monkeypatch.setattr(timing, "_TRIALS", 20)  # a ratio of costs is asserted: as many trials as in a real run
     copied = f"drafters={{itself: {{path: '{tiny_copy.run_dir / 'target'}'}}}}"
     document = tiny_copy.specctl("break-it", "--json", "--set", copied, "--set", "decoding.drafter=itself").json
     (row,) = [row for row in document["rows"] if row["name"] == "itself"]

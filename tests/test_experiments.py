@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specctl.acceptance import Chance, Proposal, Verdict, token_rule
 from specctl.events import Round
-from specctl.experiments import intervals, measure
-from specctl.experiments.break_it import break_it
+from specctl.experiments import intervals, measure, timing
+from specctl.experiments.break_it import _cause, break_it
 from specctl.experiments.generate import generate
 from specctl.experiments.intervals import Timings, best_k, by_category, by_prompt, length_interval, speedup_interval
 from specctl.experiments.measure import Variant, acceptance_on, measure_speeds
@@ -319,7 +319,8 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, pair: Pair, seconds: float = 0.05
     monkeypatch.setattr(LlamaSession, "extend", sleeping)
 
 
-def test_a_copy_of_the_target_accepts_all_and_pays_nothing(tiny: Tiny) -> None:
+def test_a_copy_of_the_target_accepts_all_and_pays_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_TRIALS", 20)  # a ratio of costs is asserted: as many trials as in a real run
     overrides = [f"drafters={{self: {{path: '{tiny.run_dir}/target'}}}}", "decoding.drafter=self"]
     for temperature in (0, 1):
         pair = tiny.pair(*overrides, f"decoding.temperature={temperature}")
@@ -386,3 +387,11 @@ def test_generate_streams_the_rounds_that_it_counts(tiny: Tiny) -> None:
     assert len(rounds) == result.stats["num_rounds"]
     assert len(result.token_ids) == result.stats["num_new_tokens"] == 12
     assert result.finish_reason == "length"
+
+
+def test_a_cause_says_where_the_measurement_contradicts_it() -> None:
+    prices = (0.05, 1.2, 0.1)
+    assert _cause(0.6, 1.2, 4, *prices).startswith("pays") and "measured" not in _cause(0.6, 1.2, 4, *prices)
+    assert _cause(0.6, 0.94, 4, *prices).endswith("measured 0.94x, less than theory allows")
+    assert "measured" not in _cause(0.05, 0.7, 4, *prices)
+    assert _cause(None, 1.0, 4, *prices).startswith("drafted nothing")

@@ -87,6 +87,7 @@ def break_it(pair: Pair, names: Sequence[str], progress: Progress | None = None,
         cost, agreement = costs[name], agreements[name]
         alpha = agreement.expected_acceptance if others else None
         prices = (cost.cost_ratio, cost.verify_cost[k + 1], cost.overhead[k])
+        figures = shared_figures(speeds[Variant(name, k)], plain, work.measured, seed)
         rows.append(
             BreakRow(
                 name=name,
@@ -95,11 +96,21 @@ def break_it(pair: Pair, names: Sequence[str], progress: Progress | None = None,
                 acceptance_by_entropy=by_entropy(agreement.judged, limits),
                 cost_ratio=cost.cost_ratio,
                 break_even_alpha=theory.break_even_alpha(k, *prices),
-                cause=None if alpha is None else theory.cause(alpha, k, *prices),
-                **shared_figures(speeds[Variant(name, k)], plain, work.measured, seed),
+                cause=_cause(alpha, figures["speedup"], k, *prices) if others else None,
+                **figures,
             )
         )
     return BreakIt(k=k, temperature=pair.config.decoding.temperature, rows=rows, note=work.note, lossy=pair.is_lossy(k))
+
+
+def _cause(alpha: float | None, measured: float, k: int, *prices: float) -> str:
+    """Theory's word, and where the measurement contradicts it, that too."""
+    if alpha is None:
+        return "drafted nothing, so its rounds were plain steps"
+    cause = theory.cause(alpha, k, *prices)
+    if measured < 1 < theory.speedup(theory.expected_tokens(alpha, k), k, *prices):
+        cause += f"; measured {measured:.2f}x, less than theory allows"
+    return cause
 
 
 def entropy_limits(judged: Sequence[Judged]) -> list[float]:
