@@ -16,7 +16,8 @@ from specctl.chance import Chance, enumerate_branches
 from specctl.drafters.base import DenseProposal, PointProposal
 from specctl.drafters.draft_model import DraftModel
 from specctl.events import Event, Round
-from specctl.models.llama import Llama, LlamaDecoder, LlamaShape
+from specctl.models.llama import Llama, LlamaShape
+from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.session import CausalModel, Forward, Session
 from specctl.sampling import History, SamplingLaw
 

@@ -23,7 +23,7 @@ from specctl.experiments.pair import Pair
 from specctl.experiments.sweep_k import SweepRow, explain, sweep_k
 from specctl.experiments.timing import Costs, measure_costs
 from specctl.experiments.workload import EncodedPrompt, workload
-from specctl.models.llama import LlamaSession
+from specctl.models.llama_decoder import LlamaSession
 from specctl.models.session import Forward
 from specctl.stats import Stats, collect
 

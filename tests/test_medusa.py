@@ -21,7 +21,8 @@ from specctl.decoding import plain, speculative
 from specctl.drafters.medusa import MedusaDrafter
 from specctl.errors import UsageError
 from specctl.events import Event, Round
-from specctl.models.llama import Llama, LlamaDecoder
+from specctl.models.llama import Llama
+from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.medusa import MedusaDecoder, MedusaHeads, MedusaShape
 from specctl.models.medusa_checkpoint import load_heads, save_heads
 from specctl.models.session import Forward

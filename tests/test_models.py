@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specctl.errors import SpecctlError, UsageError
 from specctl.models.checkpoint import end_tokens, load_checkpoint, save_checkpoint
-from specctl.models.llama import Llama, LlamaDecoder
+from specctl.models.llama import Llama
+from specctl.models.llama_decoder import LlamaDecoder
 
 SIZES = {
     "vocab_size": 19,

@@ -23,7 +23,7 @@ from specctl.experiments.verify.sampling_law import Evidence, add_request, judge
 from specctl.experiments.verify.subject import Subject
 from specctl.experiments.verify.toys import ToyDrafter, random_llama, toy, with_law
 from specctl.experiments.verify.wrappers import WrappedModel
-from specctl.models.llama import LlamaDecoder
+from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.session import Forward, Session
 from specctl.sampling import SamplingLaw
 

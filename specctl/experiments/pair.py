@@ -22,7 +22,7 @@ from specctl.errors import UsageError
 from specctl.events import Event
 from specctl.hardware import num_cores
 from specctl.models.checkpoint import end_tokens
-from specctl.models.llama import LlamaDecoder
+from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.medusa import MedusaDecoder
 from specctl.sampling import SamplingLaw
 from specctl.stopping import StopRules, VisibleText

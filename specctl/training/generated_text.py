@@ -15,7 +15,8 @@ import torch
 from tqdm import tqdm
 
 from specctl.corpus import array_writer
-from specctl.models.llama import Llama, LlamaDecoder
+from specctl.models.llama import Llama
+from specctl.models.llama_decoder import LlamaDecoder
 from specctl.training.blocks import TokenIds
 
 PROMPT_TOKENS = 32

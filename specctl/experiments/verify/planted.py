@@ -16,7 +16,7 @@ from specctl.drafters.draft_model import DraftModel
 from specctl.experiments.verify import wrappers
 from specctl.experiments.verify.subject import Parts, Subject
 from specctl.experiments.verify.toys import ToyTarget, with_law
-from specctl.models.llama import LlamaDecoder
+from specctl.models.llama_decoder import LlamaDecoder
 from specctl.sampling import SamplingLaw
 
 ENUMERATION, RESCORE, SAMPLING, GREEDY = "enumeration", "rescore", "sampling law", "greedy"

@@ -20,7 +20,8 @@ from specctl.drafters.draft_model import DraftModel
 from specctl.drafters.medusa import MedusaDrafter
 from specctl.drafters.ngram import NgramDrafter
 from specctl.experiments.verify.subject import Parts, Subject, subject, through_module
-from specctl.models.llama import Llama, LlamaDecoder, LlamaShape
+from specctl.models.llama import Llama, LlamaShape
+from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.medusa import MedusaDecoder, MedusaHeads, MedusaShape
 from specctl.models.session import Forward, Session
 from specctl.sampling import SamplingLaw

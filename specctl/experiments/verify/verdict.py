@@ -23,7 +23,7 @@ from specctl.experiments.verify.rescore import RescoreFigures
 from specctl.experiments.verify.sampling_law import SamplingFigures
 from specctl.experiments.verify.subject import Parts, Subject, subject, through_module
 from specctl.experiments.workload import workload
-from specctl.models.llama import LlamaDecoder
+from specctl.models.llama_decoder import LlamaDecoder
 
 NUM_TOKENS = 20_000
 FALSE_ALARM_RATE = 1e-3  # of the whole verdict: the other parts do not draw lots

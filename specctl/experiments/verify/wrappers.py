@@ -18,7 +18,7 @@ from specctl.chance import Chance
 from specctl.decoding import Rule
 from specctl.drafters.base import DenseProposal, Drafter
 from specctl.events import Round
-from specctl.models.llama import LlamaDecoder
+from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.session import CausalModel, Forward, Session
 from specctl.sampling import History, SamplingLaw
 
