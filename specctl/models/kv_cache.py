@@ -1,7 +1,6 @@
-"""Keys and values of the tokens seen so far, in memory allocated once.
+"""Keys and values of the tokens seen so far, in memory that is allocated once or, where it grows, doubled.
 
-Shapes: L layers, B sequences, Hkv key-value heads, S positions, Hd head dim. Keys and values of a
-layer lie side by side, so that a pass writes both with one copy.
+Shapes: L layers, B sequences, Hkv key-value heads, S positions, T new tokens, Hd head dim.
 """
 
 import torch
@@ -9,11 +8,13 @@ from torch import Tensor
 
 from specctl.errors import SpecctlError
 
+_FIRST_POSITIONS = 1024
+
 
 class KVCache:
-    """A preallocated cache whose rows are equally long.
+    """The cache of B equally long sequences.
 
-    layers: L tensors [B, 2 Hkv, S, Hd], keys in the first Hkv heads and values in the rest.
+    capacity: the most tokens that it may hold; memory is taken for fewer at first, and doubled when those are full.
     """
 
     def __init__(
@@ -27,24 +28,42 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (batch_size, 2 * num_key_value_heads, capacity, head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self._halves = [layer.chunk(2, dim=1) for layer in self.layers]
+        positions = min(capacity, _FIRST_POSITIONS)
+        shape = (num_layers, 2, batch_size, num_key_value_heads, positions, head_dim)
+        self._allocate(torch.zeros(shape, dtype=dtype, device=device))
         self.batch_size, self.capacity = batch_size, capacity
         self.length = 0
+
+    def _allocate(self, storage: Tensor) -> None:
+        self._storage = storage  # [L, 2, B, Hkv, S, Hd]
+        keys, values = storage.flatten(2, 3).unbind(1)  # [L, B Hkv, S, Hd] each
+        self._keys, self._values = keys.transpose(2, 3), values
+        self._slots = storage.permute(0, 2, 4, 1, 3, 5)  # [L, B, S, 2, Hkv, Hd]
 
     def reserve(self, num_tokens: int) -> tuple[int, int]:
         """Make room for tokens; return the positions (start, end) to write. Raises SpecctlError when full."""
         start, end = self.length, self.length + num_tokens
         if end > self.capacity:
             raise SpecctlError(f"context is full: {end} tokens, room for {self.capacity}; shorten the prompt")
+        if end > (positions := self._storage.shape[4]):
+            larger = min(self.capacity, max(end, 2 * positions))
+            grown = self._storage.new_zeros((*self._storage.shape[:4], larger, self._storage.shape[5]))
+            grown[:, :, :, :, :start] = self._storage[:, :, :, :, :start]
+            self._allocate(grown)
         self.length = end
         return start, end
 
-    def layer(self, index: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values up to position `end`, each a view [B, Hkv, end, Hd]."""
-        keys, values = self._halves[index]
-        return keys[:, :, :end], values[:, :, :end]
+    def slots(self, start: int, end: int) -> tuple[Tensor, ...]:
+        """Where each layer writes the keys and values of new tokens, [B, T, 2, Hkv, Hd] each."""
+        return self._slots[:, :, start:end].unbind()
+
+    def keys(self, end: int) -> tuple[Tensor, ...]:
+        """Each layer's keys up to position `end`, transposed: [B Hkv, Hd, end]."""
+        return self._keys[..., :end].unbind()
+
+    def values(self, end: int) -> tuple[Tensor, ...]:
+        """Each layer's values up to position `end`, [B Hkv, end, Hd]."""
+        return self._values[:, :, :end].unbind()
 
     def keep(self, lengths: tuple[int, ...]) -> None:
         """Forget everything after `lengths` (equal for all rows)."""

@@ -1,8 +1,18 @@
 """The native decoder: the weights of a `Llama` laid out for decoding, and its sessions.
 
-Shapes: B sequences, T tokens, V vocab, D width, F feed-forward width, H heads, Hkv key-value heads,
-Hd head dim. Knows nothing about sampling, text or files.
+What differs from the module, none of it in the logits beyond rounding: q, k and v, and gate and up,
+are one matrix each; the norms' weights, the root of the width that a norm multiplies with and the
+scale of attention are folded into the matrices; each matrix lies as `matrix.py` finds fastest; rows
+of q and k are ordered so that a rotated pair is adjacent and one complex product rotates it. A pass
+over T tokens is a list of steps bound once to buffers of that size: in steady state nothing but the
+attention scores and the results is allocated.
+
+Shapes: B sequences, T tokens, N = B T rows, V vocab, D width, F feed-forward width, H heads, Hkv
+key-value heads, G = H / Hkv, Hd head dim, S positions. Knows nothing about sampling, text or files.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,53 +20,62 @@ from torch import Tensor
 
 from specctl.models.kv_cache import KVCache
 from specctl.models.llama import Layer, Llama, rotary_table
+from specctl.models.matrix import Bound, Matrix, fastest_block
 from specctl.models.session import Forward
+
+_LONGEST_KEPT_PASS = 64  # tokens; longer passes read prompts, each of its own length
+_LONGEST_SCORED = 16  # tokens; above, attention is left to a kernel that never holds all scores
+
+
+@dataclass(slots=True)
+class LayerMatrices:
+    """qkv [D, (H + 2 Hkv) Hd], out [H Hd, D], gate_up [D, 2 F], down [F, D]."""
+
+    qkv: Matrix
+    out: Matrix
+    gate_up: Matrix
+    down: Matrix
 
 
 class LlamaDecoder:
-    """The weights of a `Llama` laid out for decoding; a `CausalModel`.
-
-    What differs from the module, none of it in the logits beyond rounding: q, k and v, and gate and
-    up, are one matrix each; the norms' weights are folded into the matrix that follows; matrices are
-    stored [in, out], which costs nearly the same for 1 and for 8 rows; and rows of q and k are
-    ordered so that a rotated pair is adjacent and one complex product rotates them.
-    """
+    """A `CausalModel`. threads: CPU threads of its passes; None leaves them as they are."""
 
     def __init__(self, module: Llama, name: str, *, dtype: torch.dtype, device: torch.device) -> None:
         self.name, self.shape, self.dtype, self.device = name, module.shape, dtype, device
-        shape = module.shape
+        self.threads: int | None = None
+        shape, backbone = module.shape, module.model
+        norm_scale = shape.hidden_size**0.5
 
-        def lay_out(weight: Tensor, norm: Tensor | None = None) -> Tensor:
+        def lay_out(weight: Tensor, norm: Tensor | None = None) -> Matrix:
             weight = weight.detach().to(torch.float64)  # [out, in]
             if norm is not None:
-                weight = weight * norm.detach().to(torch.float64)
-            return weight.t().to(device, dtype).contiguous()  # [in, out]
+                weight = weight * (norm.detach().to(torch.float64) * norm_scale)
+            return Matrix(weight.t().to(device, dtype))
 
-        backbone = module.model
         self.embedding = backbone.embed_tokens.weight.detach().to(device, dtype)  # [V, D]
-        self.layers: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.layers: list[LayerMatrices] = []
         for layer in backbone.layers:
             assert isinstance(layer, Layer)
             attention, feed_forward = layer.self_attn, layer.mlp
-            qk = [_pair_up(projection.weight, shape.head_dim) for projection in (attention.q_proj, attention.k_proj)]
-            qkv = torch.cat([*qk, attention.v_proj.weight])
+            q, k = (_pair_up(projection.weight, shape.head_dim) for projection in (attention.q_proj, attention.k_proj))
+            qkv = torch.cat([q * shape.head_dim**-0.5, k, attention.v_proj.weight])
             gate_up = torch.cat([feed_forward.gate_proj.weight, feed_forward.up_proj.weight])
             self.layers.append(
-                (
-                    lay_out(qkv, layer.input_layernorm.weight),
-                    lay_out(attention.o_proj.weight),
-                    lay_out(gate_up, layer.post_attention_layernorm.weight),
-                    lay_out(feed_forward.down_proj.weight),
+                LayerMatrices(
+                    qkv=lay_out(qkv, layer.input_layernorm.weight),
+                    out=lay_out(attention.o_proj.weight),
+                    gate_up=lay_out(gate_up, layer.post_attention_layernorm.weight),
+                    down=lay_out(feed_forward.down_proj.weight),
                 )
             )
-        self.norm_weight = backbone.norm.weight.detach().to(device, dtype)
+        self.norm_weight = (backbone.norm.weight.detach().to(torch.float64) * norm_scale).to(device, dtype)
         self.lm_head = lay_out(module.lm_head.weight)  # [D, V]
-        # Values turn by 1, so that q, k and v pass through one product: [S, H + 2 Hkv, Hd / 2].
-        table = rotary_table(shape, dtype)[:, None].expand(
-            -1, shape.num_attention_heads + shape.num_key_value_heads, -1
-        )
-        still = torch.ones_like(table[:, : shape.num_key_value_heads])
-        self.rotary = torch.cat([table, still], dim=1).to(device).contiguous()
+        table = rotary_table(shape, dtype)[:, None]
+        # Values turn by 1, so that k and v pass through one product: [S, H + 2 Hkv, Hd / 2].
+        heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        still = torch.ones_like(table).expand(-1, kv_heads, -1)
+        self.rotary = torch.cat([table.expand(-1, heads + kv_heads, -1), still], dim=1).to(device).contiguous()
+        self._passes: dict[tuple[int, int], _Pass] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -68,6 +87,35 @@ class LlamaDecoder:
 
     def session(self, batch_size: int = 1) -> "LlamaSession":
         return LlamaSession(self, batch_size)
+
+    def layouts(self) -> dict[str, int]:
+        """The block of each kind of matrix, as `lay_out` takes it."""
+        layer = self.layers[0]
+        kinds = {name: getattr(layer, name).block for name in LayerMatrices.__slots__}
+        return {**kinds, "lm_head": self.lm_head.block}
+
+    def fastest_layouts(self) -> dict[str, int]:
+        """What `lay_out` should be given on this machine with the threads that are set, found by timing."""
+        kinds = {name: [getattr(layer, name) for layer in self.layers] for name in LayerMatrices.__slots__}
+        with torch.inference_mode():
+            return {name: fastest_block(matrices) for name, matrices in {**kinds, "lm_head": [self.lm_head]}.items()}
+
+    def lay_out(self, blocks: dict[str, int]) -> None:
+        """Lay every matrix out anew; block sizes by kind."""
+        for layer in self.layers:
+            for name in LayerMatrices.__slots__:
+                setattr(layer, name, getattr(layer, name).laid_out(blocks[name]))
+        self.lm_head = self.lm_head.laid_out(blocks["lm_head"])
+        self._passes.clear()
+
+    def steps(self, batch_size: int, length: int) -> "_Pass":
+        """The pass over `length` new tokens of each sequence."""
+        found = self._passes.get((batch_size, length))
+        if found is None:
+            found = _Pass(self, batch_size, length)
+            if length <= _LONGEST_KEPT_PASS:
+                self._passes[batch_size, length] = found
+        return found
 
 
 def _pair_up(weight: Tensor, head_dim: int) -> Tensor:
@@ -100,47 +148,176 @@ class LlamaSession:
 
     @torch.inference_mode()
     def extend(self, ids: Tensor, num_logits: int | None = None) -> Forward:
-        decoder, shape = self._decoder, self._decoder.shape
+        decoder = self._decoder
+        if decoder.threads is not None:
+            torch.set_num_threads(decoder.threads)
         batch, length = ids.shape
-        start, end = self._cache.reserve(length)
-        rotary = decoder.rotary[start:end]  # [T, H + 2 Hkv, Hd / 2]
-        mask = _causal_mask(start, end, decoder) if length > 1 else None
-        x = F.embedding(ids, decoder.embedding).view(batch * length, -1)  # [B T, D]
-        for index, (qkv_weight, out_weight, gate_up_weight, down_weight) in enumerate(decoder.layers):
-            qkv = _turn(_normalise(x, shape.rms_norm_eps) @ qkv_weight, rotary, batch, shape.head_dim)
-            q, kv = qkv.split((shape.num_attention_heads, 2 * shape.num_key_value_heads), dim=1)
-            self._cache.layers[index][:, :, start:end] = kv
-            keys, values = self._cache.layer(index, end)
-            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)  # [B, H, T, Hd]
-            x = torch.addmm(x, y.transpose(1, 2).reshape(batch * length, -1), out_weight)
-            gate, up = (_normalise(x, shape.rms_norm_eps) @ gate_up_weight).chunk(2, dim=1)
-            x = torch.addmm(x, F.silu(gate).mul_(up), down_weight)
-        x = x.view(batch, length, -1)
+        steps = decoder.steps(batch, length)
+        x = steps.run(ids, self._cache)  # [N, D], normalised
         if num_logits is not None and num_logits != length:
-            x = x[:, length - num_logits :]
-        hidden = _normalise(x, shape.rms_norm_eps) * decoder.norm_weight
-        return Forward(hidden @ decoder.lm_head, hidden)
+            x = x.view(batch, length, -1)[:, length - num_logits :].reshape(batch * num_logits, -1)
+        hidden = x * decoder.norm_weight
+        logits = decoder.lm_head(hidden)
+        return Forward(logits.view(batch, -1, decoder.vocab_size), hidden.view(batch, -1, decoder.shape.hidden_size))
 
 
-def _turn(qkv: Tensor, rotary: Tensor, batch: int, head_dim: int) -> Tensor:
-    """Rotate q and k of a fused product [B T, (H + 2 Hkv) Hd]; return [B, H + 2 Hkv, T, Hd]."""
-    length, num_heads, half = rotary.shape
-    single = torch.float64 if rotary.dtype == torch.complex128 else torch.float32
-    pairs = torch.view_as_complex(qkv.view(batch, length, num_heads, half, 2).to(single))
-    turned = torch.view_as_real(pairs * rotary).view(batch, length, num_heads, head_dim)
-    return turned.to(qkv.dtype).transpose(1, 2)
+class _Pass:
+    """The layers' steps over N = B T rows, bound to buffers that every pass of this size uses again."""
+
+    def __init__(self, decoder: LlamaDecoder, batch: int, length: int) -> None:
+        shape, self._decoder, self._length = decoder.shape, decoder, length
+        rows, heads, kv_heads = batch * length, shape.num_attention_heads, shape.num_key_value_heads
+        groups = heads // kv_heads
+
+        def buffer(*sizes: int, dtype: torch.dtype = decoder.dtype) -> Tensor:
+            return torch.empty(sizes, dtype=dtype, device=decoder.device)
+
+        self._x = buffer(rows, shape.hidden_size)  # the residual stream
+        self._normalised = buffer(rows, shape.hidden_size)
+        self._norms = buffer(rows, 1, dtype=decoder.rotary.real.dtype)
+        self._no_norm = torch.full_like(self._norms, (shape.rms_norm_eps * shape.hidden_size) ** 0.5)
+        qkv = buffer(rows, (heads + 2 * kv_heads) * shape.head_dim)
+        self._turn = _Turn(qkv.view(batch, length, heads + 2 * kv_heads, shape.head_dim), heads, kv_heads)
+        attended = buffer(rows, heads * shape.head_dim)
+        attend = _Scored if length <= _LONGEST_SCORED else _Fused
+        self._attend = attend(self._turn.q, attended.view(batch, length, kv_heads, groups, shape.head_dim))
+        gate_up, activated = buffer(rows, 2 * shape.intermediate_size), buffer(rows, shape.intermediate_size)
+        gate, up = gate_up.chunk(2, dim=1)
+
+        def activate() -> None:
+            torch.mul(F.silu(gate), up, out=activated)
+
+        self._layers: list[tuple[Bound, Bound, Bound, Callable[[], None], Bound]] = [
+            (
+                layer.qkv.into(self._normalised, qkv),
+                layer.out.onto(attended, self._x),
+                layer.gate_up.into(self._normalised, gate_up),
+                activate,
+                layer.down.onto(activated, self._x),
+            )
+            for layer in decoder.layers
+        ]
+
+    def run(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """Hidden states [N, D] before the final norm's weight, in a buffer that the next pass overwrites."""
+        start, end = cache.reserve(self._length)
+        self._turn.begin(self._decoder.rotary[start:end])
+        self._attend.begin(start, end)
+        torch.index_select(self._decoder.embedding, 0, ids.view(-1), out=self._x)
+        parts = zip(self._layers, cache.slots(start, end), cache.keys(end), cache.values(end), strict=True)
+        for (to_qkv, add_attended, to_gate_up, activate, add_activated), slots, keys, values in parts:
+            self._normalise()
+            to_qkv()
+            self._turn(slots)
+            self._attend(keys, values)
+            add_attended()
+            self._normalise()
+            to_gate_up()
+            activate()
+            add_activated()
+        return self._normalise()
+
+    def _normalise(self) -> Tensor:
+        """x / |(x, sqrt(D eps))|: the root mean square norm but for sqrt(D), which the next matrix holds."""
+        torch.linalg.vector_norm(self._x, 2, -1, True, dtype=self._norms.dtype, out=self._norms)
+        torch.hypot(self._norms, self._no_norm, out=self._norms)
+        return torch.div(self._x, self._norms, out=self._normalised)
 
 
-def _normalise(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis.
+class _Turn:
+    """Rotates q and k of a fused product [B, T, H + 2 Hkv, Hd] and puts each where attention reads it.
 
-    A LayerNorm of (x, -x), whose mean is zero, is an RMSNorm of x in two small ops instead of five.
+    q: [B, Hkv, G, T, Hd].
     """
-    width = x.shape[-1]
-    return F.layer_norm(torch.cat((x, -x), dim=-1), (2 * width,), eps=eps)[..., :width]
+
+    def __init__(self, qkv: Tensor, heads: int, kv_heads: int) -> None:
+        batch, length, _, head_dim = qkv.shape
+        self._heads = heads
+        self.q = qkv.new_empty(batch, kv_heads, heads // kv_heads, length, head_dim)
+        self._q_slots = self.q.flatten(1, 2).transpose(1, 2)  # [B, T, H, Hd]
+        self._qkv = qkv
+        # There is no complex bfloat16: such a product is turned in float32 and rounded once.
+        self._staged = qkv.dtype not in (torch.float32, torch.float64)
+        self._wide = qkv.float() if self._staged else qkv
+        pairs = _pairs(self._wide)
+        self._q_pairs = pairs[:, :, :heads]
+        self._kv_pairs = pairs[:, :, heads:].unflatten(2, (2, kv_heads))
+        self._q_out = None if self._staged else _pairs(self._q_slots)
+        self._q_rotary = self._kv_rotary = pairs
+
+    def begin(self, rotary: Tensor) -> None:
+        """rotary: [T, H + 2 Hkv, Hd / 2], of the positions of this pass."""
+        self._q_rotary = rotary[:, : self._heads]
+        self._kv_rotary = rotary[:, self._heads :].unflatten(1, self._kv_pairs.shape[2:4])
+
+    def __call__(self, slots: Tensor) -> None:
+        """slots: [B, T, 2, Hkv, Hd], where keys and values go."""
+        if self._q_out is not None:
+            torch.mul(self._q_pairs, self._q_rotary, out=self._q_out)
+            torch.mul(self._kv_pairs, self._kv_rotary, out=_pairs(slots))
+            return
+        self._wide.copy_(self._qkv)
+        self._q_slots.copy_(torch.view_as_real(self._q_pairs * self._q_rotary).flatten(-2))
+        slots.copy_(torch.view_as_real(self._kv_pairs * self._kv_rotary).flatten(-2))
 
 
-def _causal_mask(start: int, end: int, decoder: LlamaDecoder) -> Tensor:
-    """What is added to scores [T, end]: 0 where a row may look, -inf at later positions."""
-    mask = torch.full((end - start, end), -torch.inf, dtype=decoder.dtype, device=decoder.device)
-    return mask.triu_(start + 1)
+def _pairs(x: Tensor) -> Tensor:
+    """[..., Hd] as complex [..., Hd / 2], the same memory."""
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+class _Scored:
+    """Attention of a few rows: all scores, softmax, sum. q: [B, Hkv, G, T, Hd]; out: [B, T, Hkv, G, Hd]."""
+
+    def __init__(self, q: Tensor, out: Tensor) -> None:
+        batch, kv_heads, groups, self._length, head_dim = q.shape
+        self._q = q.view(batch * kv_heads, groups * self._length, head_dim)
+        self._out = out.permute(0, 2, 3, 1, 4)  # [B, Hkv, G, T, Hd]
+        self._groups = groups
+        self._single = out.view(self._q.shape) if self._length == 1 else None
+        self._stair = q.new_zeros(0, 0)
+        self._mask = self._stair
+
+    def begin(self, start: int, end: int) -> None:
+        """The mask of this pass: row t looks at positions up to start + t. A window of one stair serves every start."""
+        if self._length == 1:
+            return
+        reach = self._stair.shape[1] - self._length  # positions in front of the stair's first row
+        if start >= reach:
+            reach = max(1024, 2 * start)
+            stair = self._q.new_full((self._length, reach + self._length), -torch.inf).triu_(reach + 1)
+            self._stair = stair.repeat(self._groups, 1)  # [G T, reach + T]
+        self._mask = self._stair[:, reach - start : reach - start + end]
+
+    def __call__(self, keys: Tensor, values: Tensor) -> None:
+        """keys: [B Hkv, Hd, end]; values: [B Hkv, end, Hd]."""
+        if self._single is not None:
+            torch.bmm(torch.bmm(self._q, keys).softmax(-1), values, out=self._single)
+            return
+        scores = torch.baddbmm(self._mask, self._q, keys)  # [B Hkv, G T, end]
+        self._out.copy_(torch.bmm(scores.softmax(-1), values).view(self._out.shape))
+
+
+class _Fused:
+    """Attention of many rows, in memory that does not grow with their square. Shapes as in `_Scored`."""
+
+    def __init__(self, q: Tensor, out: Tensor) -> None:
+        self._q, self._out = q, out
+        self._mask: Tensor | None = None
+
+    def begin(self, start: int, end: int) -> None:
+        length = self._q.shape[3]
+        self._mask = self._q.new_full((length, end), -torch.inf).triu_(start + 1) if start else None
+
+    def __call__(self, keys: Tensor, values: Tensor) -> None:
+        batch, kv_heads = self._q.shape[:2]
+        y = F.scaled_dot_product_attention(
+            self._q.flatten(1, 2),  # [B, H, T, Hd]
+            keys.transpose(1, 2).unflatten(0, (batch, kv_heads)),
+            values.unflatten(0, (batch, kv_heads)),
+            attn_mask=self._mask,
+            is_causal=self._mask is None,
+            scale=1.0,
+            enable_gqa=True,
+        )
+        self._out.copy_(y.view(self._q.shape).permute(0, 3, 1, 2, 4))

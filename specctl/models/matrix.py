@@ -1,0 +1,105 @@
+"""A weight matrix laid out for a few rows at a time, as decoding multiplies it.
+
+With one to ten rows a product is bound by reading the weights once. How close a library comes to that
+depends on the layout, the sizes, the number of rows and of threads, so the layout is chosen by timing:
+`rows` ([in, out], one plain product) or blocks of columns ([out / c, in, c], a batch of small products,
+which threads share evenly and which pack nothing).
+
+Shapes: N rows, I in, O out, c columns of a block. Knows nothing about what is multiplied.
+"""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+Bound = Callable[[], object]
+
+LAYOUTS = (0, 16, 32)  # columns of a block; 0 is `rows`
+_MANY_ROWS = 32  # from here on a product is bound by arithmetic, and one plain product is the fastest
+_SMALLEST = 2**14  # weights below which a layout makes no difference
+_TIMED_BYTES = 2**26  # of one shape; more than the nearest caches hold
+_TIMED_ROWS = (1, 5)
+_TRIALS = 6
+
+
+class Matrix:
+    """weight: [I, O]. block: columns of a block, which divides O; 0 keeps [I, O]."""
+
+    def __init__(self, weight: Tensor, block: int = 0) -> None:
+        self.shape = tuple(weight.shape)
+        self.block = block
+        if block:
+            self._weight = weight.view(weight.shape[0], -1, block).transpose(0, 1).contiguous()  # [O / c, I, c]
+        else:
+            self._weight = weight.contiguous()
+
+    def rows(self) -> Tensor:
+        """The matrix as [I, O]; a copy where it lies in blocks."""
+        return self._weight.transpose(0, 1).reshape(self.shape) if self.block else self._weight
+
+    def laid_out(self, block: int) -> "Matrix":
+        """The same matrix in another layout."""
+        return self if block == self.block else Matrix(self.rows(), block)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, I] times the matrix, [N, O]."""
+        if not self.block or len(x) >= _MANY_ROWS:
+            return x @ self.rows()
+        product = torch.bmm(x.expand(len(self._weight), -1, -1), self._weight)  # [O / c, N, c]
+        return product.transpose(0, 1).reshape(len(x), -1)
+
+    def into(self, x: Tensor, out: Tensor) -> Bound:
+        """A step that writes x [N, I] times the matrix into `out` [N, O], whatever x holds by then."""
+        weight, count = self._weight, len(x)
+        if not self.block:
+            return lambda: torch.mm(x, weight, out=out)
+        if count >= _MANY_ROWS:
+            return lambda: torch.mm(x, self.rows(), out=out)
+        spread, blocks = x.expand(len(weight), -1, -1), out.view(count, -1, self.block).transpose(0, 1)
+        if count == 1:
+            return lambda: torch.bmm(spread, weight, out=blocks)
+        return lambda: blocks.copy_(torch.bmm(spread, weight))
+
+    def onto(self, x: Tensor, out: Tensor) -> Bound:
+        """A step that adds x [N, I] times the matrix to `out` [N, O] in place."""
+        weight, count = self._weight, len(x)
+        if not self.block:
+            return lambda: out.addmm_(x, weight)
+        if count >= _MANY_ROWS:
+            return lambda: out.addmm_(x, self.rows())
+        spread, blocks = x.expand(len(weight), -1, -1), out.view(count, -1, self.block).transpose(0, 1)
+        if count == 1:
+            return lambda: blocks.baddbmm_(spread, weight)
+        return lambda: blocks.add_(torch.bmm(spread, weight))
+
+
+def fastest_block(matrices: Sequence[Matrix]) -> int:
+    """The layout in which one row and five rows, through matrices of one shape, take the least time together.
+
+    All of them in turn, so that each is read from where it lies during decoding and not from a nearer cache.
+    """
+    first = matrices[0]
+    rows, columns = first.shape
+    weight = first.rows()
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or rows * columns < _SMALLEST:
+        return 0
+    some = matrices[: max(1, _TIMED_BYTES // (4 * rows * columns))]
+    seconds = {}
+    for block in LAYOUTS:
+        if block and columns % block:
+            continue
+        candidates = [matrix.laid_out(block) for matrix in some]
+        seconds[block] = sum(_seconds(candidates, torch.ones(count, rows)) for count in _TIMED_ROWS)
+    return min(seconds, key=lambda block: seconds[block])
+
+
+def _seconds(matrices: Sequence[Matrix], x: Tensor) -> float:
+    times = []
+    for _ in range(_TRIALS):
+        started = perf_counter()
+        for matrix in matrices:
+            matrix(x)
+        times.append(perf_counter() - started)
+    return min(times)
