@@ -115,6 +115,7 @@ def speculative(
         # 3. Judge, and bring everything to the host in one transfer.
         verdict = rule(p, proposal, chance)
         num_accepted, closing, health, *drafted = _to_host(verdict, proposal.ids)
+        judged_at = perf_counter()
         if health != health:
             raise _not_finite(target.name if p.isnan().any() else drafter.name, index)
         # 4. Commit what the stops let through, and roll the caches back to it.
@@ -135,6 +136,7 @@ def speculative(
             seconds=perf_counter() - started,
             draft_seconds=drafted_at - started,
             verify_seconds=verified_at - drafted_at,
+            accept_seconds=judged_at - verified_at,
             logprobs=logprobs,
         )
         drafter.observe(round_, forward)
@@ -176,6 +178,7 @@ def _round(index: int, emitted: tuple[int, ...], seconds: float, logprobs: tuple
         seconds=seconds,
         draft_seconds=0.0,
         verify_seconds=seconds,
+        accept_seconds=0.0,
         logprobs=logprobs,
     )
 

@@ -26,7 +26,9 @@ class Round:
     `emitted` is the accepted drafts followed by the closing token, cut where a stop was found;
     a round of plain decoding drafts nothing and its one token closes as "bonus". `num_drafted`
     and `num_accepted` leave out positions that the cut removed, so that over a whole request
-    accepted tokens plus closing tokens equal new tokens. `logprobs` has an entry for each emitted
+    accepted tokens plus closing tokens equal new tokens. `draft_seconds`, `verify_seconds` (the
+    target's pass and its probabilities) and `accept_seconds` (the rule and the transfer to the host)
+    are parts of `seconds`; the rest is bookkeeping. `logprobs` has an entry for each emitted
     token, or is None where they were not asked for.
     """
 
@@ -39,6 +41,7 @@ class Round:
     seconds: float
     draft_seconds: float
     verify_seconds: float
+    accept_seconds: float
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 

@@ -81,6 +81,7 @@ def round_(index: int, num_accepted: int, k: int = 3) -> Round:
         seconds=0.006,
         draft_seconds=0.0015,
         verify_seconds=0.004,
+        accept_seconds=0.0005,
     )
 
 

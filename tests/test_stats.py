@@ -20,6 +20,7 @@ def round_(num_drafted: int, num_accepted: int, num_emitted: int | None = None, 
         seconds=seconds,
         draft_seconds=0.1,
         verify_seconds=0.2,
+        accept_seconds=0.05,
     )
 
 

@@ -28,6 +28,8 @@ from specctl.cli.options import (
 
 if TYPE_CHECKING:
     from specctl.config import RunConfig
+    from specctl.events import Round
+    from specctl.experiments.generate import Generation
     from specctl.experiments.generate_file import Generations
     from specctl.experiments.pair import Pair
     from specctl.experiments.trace import Trace
@@ -50,6 +52,7 @@ def generate(
     rule: RuleOption = None,
     seed: Seed = None,
     show_rounds: Annotated[bool, typer.Option("--show-rounds", help="Colour accepted, recovered, bonus.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Show where the time of a round goes.")] = False,
     plot: PlotFile = None,
     trace: TraceFile = None,
     no_train: NoTrain = False,
@@ -64,8 +67,9 @@ def generate(
     flags = {"k": k, "temperature": temperature, "drafter": drafter, "rule": rule, "seed": seed}
     loaded = load(config, overrides, prompt=prompt, prompts=prompts, **flags)
     if prompt is None and loaded.prompts is not None:
-        if plot:
-            raise UsageError("--plot shows the rounds of one prompt; give --prompt rather than a file of prompts")
+        for flag, given in (("--plot", plot), ("--profile", profile)):
+            if given:
+                raise UsageError(f"{flag} shows the rounds of one prompt; give --prompt rather than a file of prompts")
         if output and show_rounds:
             raise UsageError(
                 "--show-rounds shows text as it comes and --output writes it to a file; give one of the two"
@@ -74,11 +78,17 @@ def generate(
     elif output:
         raise UsageError("--output takes a line a prompt and needs a file of them; give --prompts FILE")
     else:
-        _generate_one(loaded, show_rounds, plot, trace, no_train, as_json)
+        _generate_one(loaded, show_rounds, profile, plot, trace, no_train, as_json)
 
 
 def _generate_one(
-    loaded: "RunConfig", show_rounds: bool, plot: Path | None, trace: Path | None, no_train: bool, as_json: bool
+    loaded: "RunConfig",
+    show_rounds: bool,
+    profile: bool,
+    plot: Path | None,
+    trace: Path | None,
+    no_train: bool,
+    as_json: bool,
 ) -> None:
     from specctl.errors import UsageError
     from specctl.events import Round
@@ -108,8 +118,22 @@ def _generate_one(
     stream.finish()
     narrate(summary(result))
     publish(pair, "generate", result, as_json)
+    if profile:
+        _show_profile(pair, result, rounds)
     if plot:  # never unasked: it takes plain steps of the target
         draw(loaded, "generate", plot, lambda: timeline_figure(result, rounds, plain_step_seconds(pair)))
+
+
+def _show_profile(pair: "Pair", result: "Generation", rounds: "list[Round]") -> None:
+    """Beside the text, on stderr."""
+    from specctl.experiments.profile import profile
+    from specctl.report.tables import make_console, print_table, profile_table
+
+    found = profile(pair, result.drafter, result.k, rounds)
+    if found is None:
+        narrate(f"no profile: no round but the first drafted {result.k} tokens; generate more")
+    else:
+        print_table(make_console(stderr=True), profile_table(found))
 
 
 def _generate_all(

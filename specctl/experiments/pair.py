@@ -6,7 +6,6 @@ Turns a config and its artefacts into the objects that the decoding loops take.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 
 import torch
 
@@ -20,8 +19,9 @@ from specctl.drafters.medusa import MedusaDrafter
 from specctl.drafters.ngram import NgramDrafter
 from specctl.errors import UsageError
 from specctl.events import Event
-from specctl.hardware import num_cores
+from specctl.experiments.tuning import Tuner, Tuning
 from specctl.models.checkpoint import end_tokens
+from specctl.models.llama import Llama
 from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.medusa import MedusaDecoder
 from specctl.sampling import SamplingLaw
@@ -40,7 +40,8 @@ class Pair:
         self.artefacts, self.config = artefacts, artefacts.config
         self.device = choose_device(self.config)
         self._dtype: torch.dtype = getattr(torch, self.config.runtime.dtype)
-        self.target = LlamaDecoder(artefacts.target(), "target", dtype=self._dtype, device=self.device)
+        self._tuner = Tuner(artefacts.folder / "tuning.json", self.config.runtime.threads)
+        self.target = self._decoder(artefacts.target(), "target")
         self._drafters: dict[str, Drafter] = {}
         ends = set(end_tokens(artefacts.model_folder("target")))
         if artefacts.tokenizer.end_of_text is not None:
@@ -50,11 +51,25 @@ class Pair:
         draft_temperature = self.config.decoding.draft_temperature
         self.draft_law = self.law if draft_temperature is None else replace(self.law, temperature=draft_temperature)
         self.rule = rule_of(self.config.decoding)
-        self.threads = self._choose_threads()
 
     def _draft(self, name: str) -> LlamaDecoder:
         """A drafter's model, laid out for decoding."""
-        return LlamaDecoder(self.artefacts.draft(name), f"drafter {name}", dtype=self._dtype, device=self.device)
+        return self._decoder(self.artefacts.draft(name), f"drafter {name}")
+
+    def _decoder(self, module: Llama, name: str) -> LlamaDecoder:
+        decoder = LlamaDecoder(module, name, dtype=self._dtype, device=self.device)
+        self._tuner.tune(decoder)
+        return decoder
+
+    @property
+    def tuning(self) -> dict[str, Tuning]:
+        """The threads and layouts of the models that are loaded, by name; empty on a GPU."""
+        return self._tuner.chosen
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of the target's passes."""
+        return self.tuning["target"].threads if "target" in self.tuning else torch.get_num_threads()
 
     def drafter(self, name: str) -> Drafter:
         if name not in self._drafters:
@@ -209,29 +224,6 @@ class Pair:
         generator = torch.Generator().manual_seed(self.config.seed)
         starts = torch.randint(len(ids) - length, (offset + count,), generator=generator).tolist()[offset:]
         return [[int(token_id) for token_id in ids[start : start + length]] for start in starts]
-
-    def _choose_threads(self) -> int:
-        """Set the CPU threads of decoding: as configured, or the faster of one and all cores."""
-        wanted, cores = self.config.runtime.threads, num_cores()
-        if wanted != "auto":
-            threads = wanted
-        elif self.device.type == "cpu":
-            threads = min((1, cores), key=self._target_step_seconds)
-        else:
-            threads = cores
-        torch.set_num_threads(threads)
-        return threads
-
-    def _target_step_seconds(self, threads: int) -> float:
-        torch.set_num_threads(threads)
-        session, ids = self.target.session(), torch.zeros(1, 1, dtype=torch.int64)
-        times = []
-        for _ in range(20):
-            started = perf_counter()
-            session.extend(ids)
-            times.append(perf_counter() - started)
-            session.keep((0,))
-        return sorted(times)[len(times) // 2]
 
 
 def rule_of(decoding: DecodingConfig) -> Rule:

@@ -85,6 +85,12 @@ class LlamaDecoder:
     def context_length(self) -> int:
         return self.shape.max_position_embeddings
 
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes of weights that a pass reads: all but the embedding."""
+        matrices = [getattr(layer, name) for layer in self.layers for name in LayerMatrices.__slots__]
+        return sum(matrix.num_bytes for matrix in (*matrices, self.lm_head))
+
     def session(self, batch_size: int = 1) -> "LlamaSession":
         return LlamaSession(self, batch_size)
 

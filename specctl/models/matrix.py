@@ -16,7 +16,7 @@ from torch import Tensor
 
 Bound = Callable[[], object]
 
-LAYOUTS = (0, 16, 32)  # columns of a block; 0 is `rows`
+BLOCKS = (16, 32)  # columns of a block: two and four vectors of AVX2
 _MANY_ROWS = 32  # from here on a product is bound by arithmetic, and one plain product is the fastest
 _SMALLEST = 2**14  # weights below which a layout makes no difference
 _TIMED_BYTES = 2**26  # of one shape; more than the nearest caches hold
@@ -34,6 +34,10 @@ class Matrix:
             self._weight = weight.view(weight.shape[0], -1, block).transpose(0, 1).contiguous()  # [O / c, I, c]
         else:
             self._weight = weight.contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.nbytes
 
     def rows(self) -> Tensor:
         """The matrix as [I, O]; a copy where it lies in blocks."""
@@ -87,7 +91,7 @@ def fastest_block(matrices: Sequence[Matrix]) -> int:
         return 0
     some = matrices[: max(1, _TIMED_BYTES // (4 * rows * columns))]
     seconds = {}
-    for block in LAYOUTS:
+    for block in (0, *BLOCKS):
         if block and columns % block:
             continue
         candidates = [matrix.laid_out(block) for matrix in some]

@@ -1,6 +1,7 @@
 """Results for machines: one JSON object, the same on stdout and in the run folder."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from specctl.run_folder import write_json
 SCHEMA_VERSION = 1
 
 
-def result_document(config: RunConfig, result: Any, *, device: str, threads: int) -> dict[str, Any]:
-    """A result with what it takes to repeat it: config, seed, hardware, versions."""
+def result_document(
+    config: RunConfig, result: Any, *, device: str, threads: int, tuning: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A result with what it takes to repeat it: config, seed, hardware, what was tuned to it, versions."""
     fields = asdict(result) if is_dataclass(result) and not isinstance(result, type) else dict(result)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -21,6 +24,7 @@ def result_document(config: RunConfig, result: Any, *, device: str, threads: int
         "config": config.model_dump(mode="json"),
         "seed": config.seed,
         "hardware": describe_hardware(device, threads),
+        "tuning": {name: asdict(chosen) for name, chosen in (tuning or {}).items()},
         "versions": describe_versions(),
     }
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from specctl.experiments.break_it import BreakIt
 from specctl.experiments.generate_file import Generations, Totals
 from specctl.experiments.intervals import CategoryFigures, Interval
+from specctl.experiments.profile import Profile
 from specctl.experiments.sweep_k import Sweep
 from specctl.report.lossy import labelled
 
@@ -187,6 +188,27 @@ def generations_table(result: Generations) -> Table:
     for totals in result.by_category:
         add(totals.category or "(none)", totals)
     add("all", result.total)
+    return table
+
+
+def profile_table(found: Profile) -> Table:
+    """Where a round goes, and how near each part is to its limit."""
+    what = f"a round of K = {found.k}, {found.tokens_per_round:.2f} tokens" if found.k else "a plain step"
+    table = Table(title=f"Profile: {what} (medians of {found.num_rounds})", title_justify="left")
+    table.add_column("part", no_wrap=True)
+    for heading in ("ms", "share", "limit ms", "of the limit"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for part in (*found.parts, found.whole):
+        limit = part.limit_seconds
+        table.add_row(
+            part.name,
+            f"{part.seconds * 1e3:.3f}",
+            _share(part.seconds / found.whole.seconds),
+            f"{limit * 1e3:.3f}" if limit else "-",
+            _share(limit / part.seconds) if limit else "-",
+        )
+    table.caption = "limit: the time of reading the weights once for each pass, with the same threads"
+    table.caption_justify = "left"
     return table
 
 

@@ -1,0 +1,107 @@
+"""CPU threads and weight layouts of each model, found by timing once a machine and kept beside the run.
+
+What was chosen goes into every result. Timings are of this moment: delete `tuning.json` in the run folder
+to take them anew, or set runtime.threads.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+
+from specctl.hardware import describe_hardware, describe_versions, num_cores
+from specctl.models.llama_decoder import LlamaDecoder
+from specctl.models.matrix import BLOCKS
+from specctl.run_folder import fingerprint, read_json, write_json
+
+_TIMED_TOKENS = (1, 5)  # a plain step, and a pass that verifies four drafts
+_TRIALS = 12
+_CACHED_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """threads: of every pass of one model. layouts: columns of a block for each kind of matrix, 0 for none."""
+
+    threads: int
+    layouts: dict[str, int]
+
+
+class Tuner:
+    """path: the file that keeps the choices. threads: as runtime.threads."""
+
+    def __init__(self, path: Path, threads: int | Literal["auto"]) -> None:
+        self._path, self._threads = path, threads
+        self.chosen: dict[str, Tuning] = {}
+
+    def tune(self, decoder: LlamaDecoder) -> None:
+        """Give a decoder its threads and layouts. On a GPU there is nothing to choose."""
+        if decoder.device.type != "cpu":
+            return
+        known, key = self._read(), self._key(decoder)
+        tuning = _read_tuning(known.get(key), decoder)
+        if tuning is None:
+            tuning = _fastest(decoder, self._candidates())
+            write_json(self._path, {**known, key: {"model": decoder.name, **asdict(tuning)}})
+        _apply(tuning, decoder)
+        self.chosen[decoder.name] = tuning
+
+    def _candidates(self) -> list[int]:
+        if self._threads != "auto":
+            return [self._threads]
+        cores = num_cores()
+        return sorted({1, max(1, cores // 2), cores})
+
+    def _key(self, decoder: LlamaDecoder) -> str:
+        """All that a choice depends on, but for what else the machine does."""
+        machine = describe_hardware("cpu", 0), describe_versions()["torch"]
+        return fingerprint([asdict(decoder.shape), str(decoder.dtype), self._threads, *machine])
+
+    def _read(self) -> dict[str, Any]:
+        found = read_json(self._path) if self._path.is_file() else {}
+        return found if isinstance(found, dict) else {}
+
+
+def _read_tuning(entry: Any, decoder: LlamaDecoder) -> Tuning | None:
+    """A kept choice, or None where there is none that fits."""
+    if not isinstance(entry, dict):
+        return None
+    threads, layouts = entry.get("threads"), entry.get("layouts")
+    if type(threads) is not int or threads < 1 or not isinstance(layouts, dict):
+        return None
+    fits = layouts.keys() == decoder.layouts().keys() and all(block in (0, *BLOCKS) for block in layouts.values())
+    return Tuning(threads=threads, layouts=layouts) if fits else None
+
+
+def _fastest(decoder: LlamaDecoder, candidates: list[int]) -> Tuning:
+    """The number of threads, with the layouts that suit it, in which a plain step and a verifying pass are fastest."""
+    tunings = {}
+    for threads in candidates:
+        torch.set_num_threads(threads)
+        tuning = Tuning(threads=threads, layouts=decoder.fastest_layouts())
+        _apply(tuning, decoder)
+        tunings[_seconds(decoder)] = tuning
+    return tunings[min(tunings)]
+
+
+def _apply(tuning: Tuning, decoder: LlamaDecoder) -> None:
+    decoder.threads = tuning.threads
+    decoder.lay_out(tuning.layouts)
+
+
+def _seconds(decoder: LlamaDecoder) -> float:
+    total, cached = 0.0, min(_CACHED_TOKENS, decoder.context_length - 1)
+    session = decoder.session()
+    session.extend(torch.zeros(1, cached, dtype=torch.int64))
+    for count in _TIMED_TOKENS:
+        times, ids = [], torch.zeros(1, min(count, decoder.context_length - cached), dtype=torch.int64)
+        for _ in range(_TRIALS):
+            started = perf_counter()
+            session.extend(ids)
+            times.append(perf_counter() - started)
+            session.keep((cached,))
+        total += median(times)
+    return total
