@@ -12,6 +12,8 @@ from specctl.models.kv_cache import KVCache
 from specctl.models.llama import Layer, Llama, rotary_table
 from specctl.models.session import Forward
 
+Linear = tuple[Tensor, Tensor | None]  # weight [in, out], bias [out]
+
 
 class LlamaDecoder:
     """The weights of a `Llama` laid out for decoding; a `CausalModel`.
@@ -32,21 +34,41 @@ class LlamaDecoder:
                 weight = weight * norm.detach().to(torch.float64)
             return weight.t().to(device, dtype).contiguous()  # [in, out]
 
+        def move(weight: Tensor) -> Tensor:
+            return weight.detach().to(device, dtype)
+
         backbone = module.model
         self.embedding = backbone.embed_tokens.weight.detach().to(device, dtype)  # [V, D]
-        self.layers: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.layers: list[tuple[Linear, Linear, Linear, Linear]] = []
+        self.qk_norms: list[Tensor] = []  # [H + Hkv, Hd] a layer, none without norms of q and k
         for layer in backbone.layers:
             assert isinstance(layer, Layer)
             attention, feed_forward = layer.self_attn, layer.mlp
             qk = [_pair_up(projection.weight, shape.head_dim) for projection in (attention.q_proj, attention.k_proj)]
             qkv = torch.cat([*qk, attention.v_proj.weight])
             gate_up = torch.cat([feed_forward.gate_proj.weight, feed_forward.up_proj.weight])
+            qkv_bias = o_bias = gate_up_bias = down_bias = None
+            if shape.qkv_bias:
+                qk = [_pair_up(projection.bias, shape.head_dim) for projection in (attention.q_proj, attention.k_proj)]
+                qkv_bias = move(torch.cat([*qk, attention.v_proj.bias]))
+            if shape.o_bias:
+                o_bias = move(attention.o_proj.bias)
+            if shape.mlp_bias:
+                gate_up_bias = move(torch.cat([feed_forward.gate_proj.bias, feed_forward.up_proj.bias]))
+                down_bias = move(feed_forward.down_proj.bias)
+            if shape.qk_norm:
+                norms = [
+                    _pair_up(norm.get_parameter("weight"), shape.head_dim)
+                    for norm in (attention.q_norm, attention.k_norm)
+                ]
+                heads = (shape.num_attention_heads, shape.num_key_value_heads)
+                self.qk_norms.append(move(torch.cat([n.expand(h, -1) for n, h in zip(norms, heads, strict=True)])))
             self.layers.append(
                 (
-                    lay_out(qkv, layer.input_layernorm.weight),
-                    lay_out(attention.o_proj.weight),
-                    lay_out(gate_up, layer.post_attention_layernorm.weight),
-                    lay_out(feed_forward.down_proj.weight),
+                    (lay_out(qkv, layer.input_layernorm.weight), qkv_bias),
+                    (lay_out(attention.o_proj.weight), o_bias),
+                    (lay_out(gate_up, layer.post_attention_layernorm.weight), gate_up_bias),
+                    (lay_out(feed_forward.down_proj.weight), down_bias),
                 )
             )
         self.norm_weight = backbone.norm.weight.detach().to(device, dtype)
@@ -71,8 +93,8 @@ class LlamaDecoder:
 
 
 def _pair_up(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows [heads * Hd, D] within each head from halves (0, Hd/2, ...) to adjacent pairs."""
-    return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    """Reorder rows [heads * Hd, ...] within each head from halves (0, Hd/2, ...) to adjacent pairs."""
+    return weight.view(-1, 2, head_dim // 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 class LlamaSession:
@@ -106,20 +128,31 @@ class LlamaSession:
         rotary = decoder.rotary[start:end]  # [T, H + 2 Hkv, Hd / 2]
         mask = _causal_mask(start, end, decoder) if length > 1 else None
         x = F.embedding(ids, decoder.embedding).view(batch * length, -1)  # [B T, D]
-        for index, (qkv_weight, out_weight, gate_up_weight, down_weight) in enumerate(decoder.layers):
-            qkv = _turn(_normalise(x, shape.rms_norm_eps) @ qkv_weight, rotary, batch, shape.head_dim)
+        for index, (to_qkv, (out_weight, out_bias), to_gate_up, (down_weight, down_bias)) in enumerate(decoder.layers):
+            qkv = _linear(_normalise(x, shape.rms_norm_eps), to_qkv)
+            if shape.qk_norm:
+                qk = qkv.view(batch * length, -1, shape.head_dim)[:, : -shape.num_key_value_heads]
+                qk.copy_(_normalise(qk, shape.rms_norm_eps) * decoder.qk_norms[index])
+            qkv = _turn(qkv, rotary, batch, shape.head_dim)
             q, kv = qkv.split((shape.num_attention_heads, 2 * shape.num_key_value_heads), dim=1)
             self._cache.layers[index][:, :, start:end] = kv
             keys, values = self._cache.layer(index, end)
             y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)  # [B, H, T, Hd]
             x = torch.addmm(x, y.transpose(1, 2).reshape(batch * length, -1), out_weight)
-            gate, up = (_normalise(x, shape.rms_norm_eps) @ gate_up_weight).chunk(2, dim=1)
+            x = x if out_bias is None else x + out_bias
+            gate, up = _linear(_normalise(x, shape.rms_norm_eps), to_gate_up).chunk(2, dim=1)
             x = torch.addmm(x, F.silu(gate).mul_(up), down_weight)
+            x = x if down_bias is None else x + down_bias
         x = x.view(batch, length, -1)
         if num_logits is not None and num_logits != length:
             x = x[:, length - num_logits :]
         hidden = _normalise(x, shape.rms_norm_eps) * decoder.norm_weight
         return Forward(hidden @ decoder.lm_head, hidden)
+
+
+def _linear(x: Tensor, linear: Linear) -> Tensor:
+    weight, bias = linear
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
 
 def _turn(qkv: Tensor, rotary: Tensor, batch: int, head_dim: int) -> Tensor:
