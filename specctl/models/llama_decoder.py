@@ -57,12 +57,12 @@ class LlamaDecoder:
                 gate_up_bias = move(torch.cat([feed_forward.gate_proj.bias, feed_forward.up_proj.bias]))
                 down_bias = move(feed_forward.down_proj.bias)
             if shape.qk_norm:
-                norms = [
-                    _pair_up(norm.get_parameter("weight"), shape.head_dim)
-                    for norm in (attention.q_norm, attention.k_norm)
-                ]
-                heads = (shape.num_attention_heads, shape.num_key_value_heads)
-                self.qk_norms.append(move(torch.cat([n.expand(h, -1) for n, h in zip(norms, heads, strict=True)])))
+                norms = (
+                    (attention.q_norm, shape.num_attention_heads),
+                    (attention.k_norm, shape.num_key_value_heads),
+                )
+                weights = [_pair_up(norm.get_parameter("weight"), shape.head_dim).expand(n, -1) for norm, n in norms]
+                self.qk_norms.append(move(torch.cat(weights)))
             self.layers.append(
                 (
                     (lay_out(qkv, layer.input_layernorm.weight), qkv_bias),
