@@ -432,6 +432,15 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "another kind": (put(model_type="llama"), "does not describe Medusa heads"),
     "another width": (put(hidden_size=9), "of another target: hidden_size 9, here 8"),
     "another vocabulary": (put(vocab_size=9, truncated_vocab_size=9), "of another target: vocab_size 9, here 3"),
+    "a count in quotes": (
+        put(num_heads="3"),
+        r'config.json has num_heads "3"; it must be a whole number from 1 to 256',
+    ),
+    "no count": (put(num_heads=None), "config.json has num_heads null; it must be a whole number"),
+    "a list for a width": (put(hidden_size=[8]), r"config.json has hidden_size \[8\]; it must be a whole number"),
+    "no layers": (put(num_hidden_layers=0), "config.json has num_hidden_layers 0; it must be a whole number"),
+    "absurdly many heads": (put(num_heads=10**9), "config.json has num_heads 1000000000; it must be a whole number"),
+    "a word for a switch": (put(medusa_fc_bias="no"), 'config.json has medusa_fc_bias "no"; it must be true or false'),
     "fewer heads": (put(num_heads=2), "has the foreign tensor"),
     "more heads": (put(num_heads=4), "lacks blocks.3.layers.0.weight"),
 }

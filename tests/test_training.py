@@ -1,8 +1,8 @@
 """Training changes only what it should, and never mixes configs. (test_resume.py stops it.)"""
 
-import json
 import math
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from specctl import run_folder
 from specctl.config import LossKind, TrainingConfig
 from specctl.errors import NumericalError, UsageError
 from specctl.models.checkpoint import save_checkpoint
+from specctl.models.families import read_shape
 from specctl.models.llama import Llama, LlamaShape
 from specctl.tokenizer import Tokenizer
 from specctl.training.blocks import Blocks, TokenIds
@@ -327,21 +328,16 @@ def test_tokenizer_of_the_same_size_from_other_text_is_refused(tiny: Tiny, tmp_p
 def test_other_number_of_rows_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "draft"
     shutil.copytree(tiny.run_dir / "drafters" / "aligned", folder)
-    wide = Llama(LlamaShape(**{**tiny_shape(folder), "vocab_size": 363}))
+    wide = Llama(replace(read_shape(folder), vocab_size=363))
     wide.initialise(0)
     save_checkpoint(wide, folder, 0)
     with pytest.raises(UsageError, match=r"363 vocabulary rows and the target 300"):
         tiny.artefacts(f"drafters.aligned.path={folder}").draft("aligned")
-    narrow = Llama(LlamaShape(**{**tiny_shape(folder), "vocab_size": 299}))
+    narrow = Llama(replace(read_shape(folder), vocab_size=299))
     narrow.initialise(0)
     save_checkpoint(narrow, folder, 0)
     with pytest.raises(UsageError, match=r"299 vocabulary rows"):
         tiny.artefacts(f"drafters.aligned.path={folder}").draft("aligned")
-
-
-def tiny_shape(folder: Path) -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return {name: config[name] for name in LlamaShape.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "foreign"])

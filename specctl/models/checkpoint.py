@@ -1,22 +1,22 @@
 """Checkpoints are Hugging Face folders: config.json, model.safetensors, generation_config.json.
 
 Only safetensors is read or written, never a pickle. A folder loads whole or not at all.
-Knows nothing about tokenizers or how a model was made.
+Knows nothing about tokenizers, families or how a model was made.
 """
 
 import hashlib
-import json
-from dataclasses import asdict
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
-from torch import nn
+from safetensors.torch import save
+from torch import Tensor, nn
 
 from specctl.errors import UsageError
+from specctl.models.families import CONFIG, config_of, read_shape
 from specctl.models.llama import Llama, LlamaShape
+from specctl.models.weights import Weights, refuse_difference
 from specctl.run_folder import fingerprint, read_json, write_atomic, write_json
 
 
@@ -29,64 +29,49 @@ def save_checkpoint(module: Llama, folder: Path, end_of_text: int | None) -> Non
         if not (module.shape.tie_word_embeddings and name == "lm_head.weight")
     }
     write_atomic(folder / "model.safetensors", save(weights, metadata={"format": "pt"}))
-    dtype = str(module.lm_head.weight.dtype).removeprefix("torch.")
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **asdict(module.shape),
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-        "torch_dtype": dtype,
-        **special,
-    }
-    write_json(folder / "config.json", config)
+    dtype = str(module.lm_head.weight.dtype).removeprefix("torch.")
+    write_json(folder / CONFIG, {**config_of(module.shape), "torch_dtype": dtype, **special})
     write_json(folder / "generation_config.json", special)
 
 
-def load_checkpoint(folder: Path) -> Llama:
-    """Load a folder written here or any plain Llama-architecture folder, widened to float32.
+def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Llama:
+    """Load a folder written here or any folder of a family that `families` knows; float32 unless `dtype` is given.
 
+    At its peak it holds the weights once, and one tensor more. float64 weights stay float64 without a `dtype`.
     Raises UsageError naming the file and the cause: missing, truncated, foreign or incomplete.
     """
-    module = Llama(_read_shape(folder)).requires_grad_(True)
-    weights_path = folder / "model.safetensors"
-    if not weights_path.is_file():
-        raise UsageError(f"{weights_path} is missing; a checkpoint folder holds config.json and model.safetensors")
-    weights = read_weights(weights_path)
-    if module.shape.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-        weights["lm_head.weight"] = weights.get("model.embed_tokens.weight", torch.empty(0))
-    expected = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
-    found = {name: tuple(weight.shape) for name, weight in weights.items() if not name.endswith("rotary_emb.inv_freq")}
-    refuse_difference(weights_path, expected, found)
-    dtype = torch.float64 if weights["model.norm.weight"].dtype == torch.float64 else torch.float32
-    module.to(dtype).load_state_dict({name: weights[name] for name in expected})
+    shape, weights = open_checkpoint(folder)
+    dtype = dtype or (torch.float64 if weights.dtypes["model.norm.weight"] == torch.float64 else torch.float32)
+    with torch.device("meta"):
+        module = Llama(shape)
+    names = [name for name in weights if not (shape.tie_word_embeddings and name == "lm_head.weight")]
+    largest_first = sorted(names, key=lambda name: -math.prod(weights.shapes[name]))  # the last one makes the peak
+    tensors = {name: weights.read(name, dtype) for name in largest_first}
+    module.load_state_dict(tensors, strict=not shape.tie_word_embeddings, assign=True)
+    module.tie()
     return module
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file; UsageError naming it where it cannot be read."""
-    try:
-        weights = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); it is truncated or not safetensors") from None
-    for name, weight in weights.items():
-        if weight.dtype not in _DTYPES:
-            raise UsageError(
-                f"{path}: {name} is {str(weight.dtype).removeprefix('torch.')}; quantised weights are not read"
-            )
-    return weights
+def open_checkpoint(folder: Path) -> tuple[LlamaShape, Weights]:
+    """The shape of a folder and its weights, still on disk but all there; reading them builds a model piece by piece.
+
+    Raises UsageError as `load_checkpoint` does, before any tensor is read.
+    """
+    shape = read_shape(folder)
+    weights = Weights(folder)
+    if shape.tie_word_embeddings:
+        weights.share("model.embed_tokens.weight", "lm_head.weight")
+    with torch.device("meta"):
+        expected = {name: tuple(weight.shape) for name, weight in Llama(shape).state_dict().items()}
+    refuse_difference(weights.path, expected, weights.shapes)
+    return shape, weights
 
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def weights_fingerprint(module: nn.Module) -> str:
+def weights_fingerprint(model: nn.Module | Mapping[str, Tensor]) -> str:
     """16 hex digits for the weights of a module: names, shapes and 1,024 values of each, evenly spread."""
     samples = {}
-    for name, weight in module.state_dict().items():
+    for name, weight in (model.state_dict() if isinstance(model, nn.Module) else model).items():
         flat = weight.detach().reshape(-1)
         places = torch.linspace(0, len(flat) - 1, min(len(flat), 1024), device=flat.device).long()
         values = flat[places].cpu().double().numpy().tobytes()
@@ -96,7 +81,7 @@ def weights_fingerprint(module: nn.Module) -> str:
 
 def end_tokens(folder: Path) -> frozenset[int]:
     """The end tokens that generation_config.json, or else config.json, names."""
-    for name in ("generation_config.json", "config.json"):
+    for name in ("generation_config.json", CONFIG):
         if (folder / name).is_file():
             config = read_json(folder / name)
             value = config.get("eos_token_id") if isinstance(config, dict) else None
@@ -106,61 +91,3 @@ def end_tokens(folder: Path) -> frozenset[int]:
                     raise UsageError(f"{folder / name}: eos_token_id is {value!r}; it must be one or more token ids")
                 return frozenset(ids)
     return frozenset()
-
-
-def _read_shape(folder: Path) -> LlamaShape:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UsageError(f"{path} is missing; a checkpoint folder holds config.json and model.safetensors")
-    config = read_json(path)
-    if not isinstance(config, dict) or config.get("model_type") != "llama":
-        kind = config.get("model_type") if isinstance(config, dict) else json.dumps(config)[:40]
-        raise UsageError(f"{path} describes a {kind!r} model; only the llama architecture is read")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    _refuse_unsupported(path, config, rope)
-    heads = config["num_attention_heads"]
-    return LlamaShape(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_hidden_layers=config["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        max_position_embeddings=config.get("max_position_embeddings", 2048),
-        rope_theta=config.get("rope_theta") or rope.get("rope_theta", 10000.0),
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        tie_word_embeddings=config.get("tie_word_embeddings", False),
-    )
-
-
-def _refuse_unsupported(path: Path, config: dict[str, Any], rope: dict[str, Any]) -> None:
-    """A feature that would change the logits is refused by name, never ignored."""
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in needed if name not in config]
-    if missing:
-        raise UsageError(f"{path} lacks {', '.join(missing)}")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    unsupported = {
-        f"rope type {rope_type}": rope_type != "default",
-        "attention_bias": config.get("attention_bias"),
-        "mlp_bias": config.get("mlp_bias"),
-        f"hidden_act {config.get('hidden_act')}": config.get("hidden_act", "silu") != "silu",
-    }
-    found = [name for name, present in unsupported.items() if present]
-    if found:
-        raise UsageError(f"{path} uses {', '.join(found)}, which this decoder does not support")
-
-
-def refuse_difference(path: Path, expected: dict[str, Any], found: dict[str, Any]) -> None:
-    """Raise UsageError for tensors (shapes by name) that are missing, foreign or of another shape."""
-    problems = [f"lacks {name}" for name in expected if name not in found]
-    problems += [f"has the foreign tensor {name}" for name in found if name not in expected]
-    problems += [
-        f"has {name} of shape {list(found[name])}, config.json says {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-    if problems:
-        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
-        raise UsageError(f"{path} {problems[0]}{more}; nothing was loaded")

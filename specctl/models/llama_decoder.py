@@ -11,15 +11,15 @@ Shapes: B sequences, T tokens, N = B T rows, V vocab, D width, F feed-forward wi
 key-value heads, G = H / Hkv, Hd head dim, S positions. Knows nothing about sampling, text or files.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from specctl.models.kv_cache import KVCache
-from specctl.models.llama import Layer, Llama, rotary_table
+from specctl.models.llama import Layer, Llama, LlamaShape, rotary_table
 from specctl.models.matrix import Bound, Matrix, fastest_block
 from specctl.models.session import Forward
 
@@ -43,38 +43,25 @@ class LlamaDecoder:
     def __init__(self, module: Llama, name: str, *, dtype: torch.dtype, device: torch.device) -> None:
         self.name, self.shape, self.dtype, self.device = name, module.shape, dtype, device
         self.threads: int | None = None
-        shape, backbone = module.shape, module.model
-        norm_scale = shape.hidden_size**0.5
+        backbone = module.model
 
-        def lay_out(weight: Tensor, norm: Tensor | None = None) -> Matrix:
-            weight = weight.detach().to(torch.float64)  # [out, in]
-            if norm is not None:
-                weight = weight * (norm.detach().to(torch.float64) * norm_scale)
-            return Matrix(weight.t().to(device, dtype))
+        def move(weight: Tensor) -> Tensor:
+            return weight.detach().to(device, dtype)
 
-        self.embedding = backbone.embed_tokens.weight.detach().to(device, dtype)  # [V, D]
+        self.embedding = move(backbone.embed_tokens.weight)  # [V, D]
         self.layers: list[LayerMatrices] = []
+        self.qk_norms: list[Tensor] = []  # [H + Hkv, Hd] a layer; none where q and k have no norms
         for layer in backbone.layers:
             assert isinstance(layer, Layer)
-            attention, feed_forward = layer.self_attn, layer.mlp
-            q, k = (_pair_up(projection.weight, shape.head_dim) for projection in (attention.q_proj, attention.k_proj))
-            qkv = torch.cat([q * shape.head_dim**-0.5, k, attention.v_proj.weight])
-            gate_up = torch.cat([feed_forward.gate_proj.weight, feed_forward.up_proj.weight])
-            self.layers.append(
-                LayerMatrices(
-                    qkv=lay_out(qkv, layer.input_layernorm.weight),
-                    out=lay_out(attention.o_proj.weight),
-                    gate_up=lay_out(gate_up, layer.post_attention_layernorm.weight),
-                    down=lay_out(feed_forward.down_proj.weight),
-                )
-            )
-        self.norm_weight = (backbone.norm.weight.detach().to(torch.float64) * norm_scale).to(device, dtype)
-        self.lm_head = lay_out(module.lm_head.weight)  # [D, V]
-        table = rotary_table(shape, dtype)[:, None]
-        # Values turn by 1, so that k and v pass through one product: [S, H + 2 Hkv, Hd / 2].
-        heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-        still = torch.ones_like(table).expand(-1, kv_heads, -1)
-        self.rotary = torch.cat([table.expand(-1, heads + kv_heads, -1), still], dim=1).to(device).contiguous()
+            matrices, qk_norm = _fused(layer, module.shape, move)
+            self.layers.append(matrices)
+            if qk_norm is not None:
+                self.qk_norms.append(qk_norm)
+        self.norm_weight = move(_wide(backbone.norm.weight) * module.shape.hidden_size**0.5)
+        self.lm_head = Matrix(move(module.lm_head.weight.t()))  # [D, V]
+        table = rotary_table(module.shape, dtype)[:, None, None]
+        # Values turn by 1, so that k and v pass through one product: [S, 2, 1, Hd / 2].
+        self.rotary = torch.cat([table, torch.ones_like(table)], dim=1).to(device)
         self._passes: dict[tuple[int, int], _Pass] = {}
 
     @property
@@ -124,9 +111,53 @@ class LlamaDecoder:
         return found
 
 
-def _pair_up(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows [heads * Hd, D] within each head from halves (0, Hd/2, ...) to adjacent pairs."""
-    return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+def _fused(layer: Layer, shape: LlamaShape, move: Callable[[Tensor], Tensor]) -> tuple[LayerMatrices, Tensor | None]:
+    """A layer's matrices with norms and scales folded in, and the norms of q and k, [H + Hkv, Hd], if it has them."""
+    attention, feed_forward, head_dim = layer.self_attn, layer.mlp, shape.head_dim
+    root, scale = shape.hidden_size**0.5, head_dim**-0.5
+
+    def fuse(linears: Sequence[nn.Linear], parts: Sequence[Callable[[Tensor], Tensor]], norm: nn.RMSNorm) -> Matrix:
+        """Linears side by side, each changed row by row; the norm before them folded in."""
+        weight = torch.cat([part(_wide(linear.weight)) for part, linear in zip(parts, linears, strict=True)])
+        weight *= _wide(norm.weight) * root
+        biases = [
+            part(_wide(linear.bias)) for part, linear in zip(parts, linears, strict=True) if linear.bias is not None
+        ]
+        return Matrix(move(weight.t()), move(torch.cat(biases)) if biases else None)
+
+    def alone(linear: nn.Linear) -> Matrix:
+        return Matrix(move(linear.weight.t()), None if linear.bias is None else move(linear.bias))
+
+    def same(rows: Tensor) -> Tensor:
+        return rows
+
+    def pair_up(rows: Tensor) -> Tensor:
+        """Within each head, from halves (0, Hd / 2, ...) to adjacent pairs; rows: [heads * Hd, ...]."""
+        return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    def scaled(rows: Tensor) -> Tensor:
+        return pair_up(rows) if shape.qk_norm else pair_up(rows) * scale
+
+    qk_norm = None
+    if shape.qk_norm:
+        q = pair_up(_wide(attention.q_norm.get_parameter("weight"))) * scale
+        k = pair_up(_wide(attention.k_norm.get_parameter("weight")))
+        heads = q.expand(shape.num_attention_heads, -1), k.expand(shape.num_key_value_heads, -1)
+        qk_norm = move(torch.cat(heads) * head_dim**0.5)
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    matrices = LayerMatrices(
+        qkv=fuse(projections, (scaled, pair_up, same), layer.input_layernorm),
+        out=alone(attention.o_proj),
+        gate_up=fuse((feed_forward.gate_proj, feed_forward.up_proj), (same, same), layer.post_attention_layernorm),
+        down=alone(feed_forward.down_proj),
+    )
+    return matrices, qk_norm
+
+
+def _wide(weight: Tensor) -> Tensor:
+    """In float32 at least, so that folding rounds once."""
+    weight = weight.detach()
+    return weight if weight.dtype == torch.float64 else weight.float()
 
 
 class LlamaSession:
@@ -159,7 +190,7 @@ class LlamaSession:
             torch.set_num_threads(decoder.threads)
         batch, length = ids.shape
         steps = decoder.steps(batch, length)
-        x = steps.run(ids, self._cache)  # [N, D], normalised
+        x = steps.run(ids, self._cache, decoder.rotary)  # [N, D], normalised
         if num_logits is not None and num_logits != length:
             x = x.view(batch, length, -1)[:, length - num_logits :].reshape(batch * num_logits, -1)
         hidden = x * decoder.norm_weight
@@ -171,7 +202,7 @@ class _Pass:
     """The layers' steps over N = B T rows, bound to buffers that every pass of this size uses again."""
 
     def __init__(self, decoder: LlamaDecoder, batch: int, length: int) -> None:
-        shape, self._decoder, self._length = decoder.shape, decoder, length
+        shape, self._embedding, self._length = decoder.shape, decoder.embedding, length
         rows, heads, kv_heads = batch * length, shape.num_attention_heads, shape.num_key_value_heads
         groups = heads // kv_heads
 
@@ -180,13 +211,17 @@ class _Pass:
 
         self._x = buffer(rows, shape.hidden_size)  # the residual stream
         self._normalised = buffer(rows, shape.hidden_size)
-        self._norms = buffer(rows, 1, dtype=decoder.rotary.real.dtype)
-        self._no_norm = torch.full_like(self._norms, (shape.rms_norm_eps * shape.hidden_size) ** 0.5)
+        self._normalise = _Norm(self._x, self._normalised, shape.rms_norm_eps)
         qkv = buffer(rows, (heads + 2 * kv_heads) * shape.head_dim)
         self._turn = _Turn(qkv.view(batch, length, heads + 2 * kv_heads, shape.head_dim), heads, kv_heads)
         attended = buffer(rows, heads * shape.head_dim)
         attend = _Scored if length <= _LONGEST_SCORED else _Fused
         self._attend = attend(self._turn.q, attended.view(batch, length, kv_heads, groups, shape.head_dim))
+        self._norm_qk: list[Bound] = []
+        if shape.qk_norm:
+            qk = qkv.view(rows, -1, shape.head_dim)[:, : heads + kv_heads]
+            norm = _Norm(qk, qk, shape.rms_norm_eps)
+            self._norm_qk = [_scaled_norm(norm, qk, weight) for weight in decoder.qk_norms]
         gate_up, activated = buffer(rows, 2 * shape.intermediate_size), buffer(rows, shape.intermediate_size)
         gate, up = gate_up.chunk(2, dim=1)
 
@@ -204,16 +239,19 @@ class _Pass:
             for layer in decoder.layers
         ]
 
-    def run(self, ids: Tensor, cache: KVCache) -> Tensor:
+    def run(self, ids: Tensor, cache: KVCache, rotary: Tensor) -> Tensor:
         """Hidden states [N, D] before the final norm's weight, in a buffer that the next pass overwrites."""
         start, end = cache.reserve(self._length)
-        self._turn.begin(self._decoder.rotary[start:end])
+        self._turn.begin(rotary[start:end])
         self._attend.begin(start, end)
-        torch.index_select(self._decoder.embedding, 0, ids.view(-1), out=self._x)
+        torch.index_select(self._embedding, 0, ids.view(-1), out=self._x)
         parts = zip(self._layers, cache.slots(start, end), cache.keys(end), cache.values(end), strict=True)
-        for (to_qkv, add_attended, to_gate_up, activate, add_activated), slots, keys, values in parts:
+        for index, (steps, slots, keys, values) in enumerate(parts):
+            to_qkv, add_attended, to_gate_up, activate, add_activated = steps
             self._normalise()
             to_qkv()
+            if self._norm_qk:
+                self._norm_qk[index]()
             self._turn(slots)
             self._attend(keys, values)
             add_attended()
@@ -223,11 +261,30 @@ class _Pass:
             add_activated()
         return self._normalise()
 
-    def _normalise(self) -> Tensor:
-        """x / |(x, sqrt(D eps))|: the root mean square norm but for sqrt(D), which the next matrix holds."""
+
+class _Norm:
+    """Writes x / |(x, sqrt(D eps))| over the last axis into `out`: the root mean square norm of x [..., D] but for the
+    factor sqrt(D), which whatever follows holds.
+    """
+
+    def __init__(self, x: Tensor, out: Tensor, eps: float) -> None:
+        self._x, self._out = x, out
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        self._norms = torch.empty(*x.shape[:-1], 1, dtype=dtype, device=x.device)
+        self._least = torch.full_like(self._norms, (x.shape[-1] * eps) ** 0.5)
+
+    def __call__(self) -> Tensor:
         torch.linalg.vector_norm(self._x, 2, -1, True, dtype=self._norms.dtype, out=self._norms)
-        torch.hypot(self._norms, self._no_norm, out=self._norms)
-        return torch.div(self._x, self._norms, out=self._normalised)
+        torch.hypot(self._norms, self._least, out=self._norms)
+        return torch.div(self._x, self._norms, out=self._out)
+
+
+def _scaled_norm(norm: _Norm, x: Tensor, weight: Tensor) -> Bound:
+    def both() -> None:
+        norm()
+        x.mul_(weight)
+
+    return both
 
 
 class _Turn:
@@ -238,7 +295,6 @@ class _Turn:
 
     def __init__(self, qkv: Tensor, heads: int, kv_heads: int) -> None:
         batch, length, _, head_dim = qkv.shape
-        self._heads = heads
         self.q = qkv.new_empty(batch, kv_heads, heads // kv_heads, length, head_dim)
         self._q_slots = self.q.flatten(1, 2).transpose(1, 2)  # [B, T, H, Hd]
         self._qkv = qkv
@@ -252,9 +308,8 @@ class _Turn:
         self._q_rotary = self._kv_rotary = pairs
 
     def begin(self, rotary: Tensor) -> None:
-        """rotary: [T, H + 2 Hkv, Hd / 2], of the positions of this pass."""
-        self._q_rotary = rotary[:, : self._heads]
-        self._kv_rotary = rotary[:, self._heads :].unflatten(1, self._kv_pairs.shape[2:4])
+        """rotary: [T, 2, 1, Hd / 2], of the positions of this pass: of q and k, and of values."""
+        self._q_rotary, self._kv_rotary = rotary[:, 0], rotary
 
     def __call__(self, slots: Tensor) -> None:
         """slots: [B, T, 2, Hkv, Hd], where keys and values go."""

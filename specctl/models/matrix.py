@@ -25,11 +25,11 @@ _TRIALS = 6
 
 
 class Matrix:
-    """weight: [I, O]. block: columns of a block, which divides O; 0 keeps [I, O]."""
+    """weight: [I, O]. bias: [O], added to every product. block: columns of a block, which divides O; 0 keeps [I, O]."""
 
-    def __init__(self, weight: Tensor, block: int = 0) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, block: int = 0) -> None:
         self.shape = tuple(weight.shape)
-        self.block = block
+        self.block, self._bias = block, bias
         if block:
             self._weight = weight.view(weight.shape[0], -1, block).transpose(0, 1).contiguous()  # [O / c, I, c]
         else:
@@ -45,17 +45,22 @@ class Matrix:
 
     def laid_out(self, block: int) -> "Matrix":
         """The same matrix in another layout."""
-        return self if block == self.block else Matrix(self.rows(), block)
+        return self if block == self.block else Matrix(self.rows(), self._bias, block=block)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, I] times the matrix, [N, O]."""
         if not self.block or len(x) >= _MANY_ROWS:
-            return x @ self.rows()
-        product = torch.bmm(x.expand(len(self._weight), -1, -1), self._weight)  # [O / c, N, c]
-        return product.transpose(0, 1).reshape(len(x), -1)
+            product = x @ self.rows()
+        else:
+            blocks = torch.bmm(x.expand(len(self._weight), -1, -1), self._weight)  # [O / c, N, c]
+            product = blocks.transpose(0, 1).reshape(len(x), -1)
+        return product if self._bias is None else product.add_(self._bias)
 
     def into(self, x: Tensor, out: Tensor) -> Bound:
         """A step that writes x [N, I] times the matrix into `out` [N, O], whatever x holds by then."""
+        return self._then_bias(self._into(x, out), out)
+
+    def _into(self, x: Tensor, out: Tensor) -> Bound:
         weight, count = self._weight, len(x)
         if not self.block:
             return lambda: torch.mm(x, weight, out=out)
@@ -68,6 +73,9 @@ class Matrix:
 
     def onto(self, x: Tensor, out: Tensor) -> Bound:
         """A step that adds x [N, I] times the matrix to `out` [N, O] in place."""
+        return self._then_bias(self._onto(x, out), out)
+
+    def _onto(self, x: Tensor, out: Tensor) -> Bound:
         weight, count = self._weight, len(x)
         if not self.block:
             return lambda: out.addmm_(x, weight)
@@ -77,6 +85,17 @@ class Matrix:
         if count == 1:
             return lambda: blocks.baddbmm_(spread, weight)
         return lambda: blocks.add_(torch.bmm(spread, weight))
+
+    def _then_bias(self, step: Bound, out: Tensor) -> Bound:
+        bias = self._bias
+        if bias is None:
+            return step
+
+        def both() -> None:
+            step()
+            out.add_(bias)
+
+        return both
 
 
 def fastest_block(matrices: Sequence[Matrix]) -> int:

@@ -6,6 +6,7 @@ and `lm_heads.{i}.weight`. The original repository wrote `medusa_lm_head.safeten
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 from safetensors.torch import save
 
 from specctl.errors import UsageError
-from specctl.models.checkpoint import read_weights, refuse_difference, weights_fingerprint
+from specctl.models.checkpoint import weights_fingerprint
+from specctl.models.fields import Fields
 from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads, MedusaShape
+from specctl.models.weights import SINGLE, Weights, refuse_difference
 from specctl.run_folder import read_json, write_atomic, write_json
 
 FINGERPRINT = "target_weights_fingerprint"
@@ -40,32 +43,40 @@ def save_heads(heads: MedusaHeads, folder: Path, target: Llama) -> None:
 
 
 def load_heads(folder: Path, target: Llama) -> MedusaHeads:
-    """Load heads of either layout, widened to the target's dtype.
+    """Load heads of either layout, in the target's dtype.
 
     Raises UsageError naming the file and the cause: missing, truncated or incomplete files, and heads
     of another target (hidden size, vocabulary, or the fingerprint of its weights where one is stored).
     """
-    config = _read_config(folder)
+    fields = Fields(_read_config(folder), folder / "config.json")
+    num_layers = fields.whole(_either(fields, "num_hidden_layers", "medusa_num_layers"), 1, most=_MOST)
     if (folder / ORIGINAL_WEIGHTS).is_file():
-        path = folder / ORIGINAL_WEIGHTS
-        weights = {
-            _engine_name(name, path, config.get("medusa_num_layers", 1)): weight
-            for name, weight in read_weights(path).items()
-        }
+        weights = Weights(folder, ORIGINAL_WEIGHTS)
+        stored = {_engine_name(name, weights.path, num_layers): name for name in weights}
+    elif (folder / SINGLE).is_file():
+        weights = Weights(folder)
+        stored = {name.removeprefix("medusa_heads."): name for name in weights}
     else:
-        path = folder / "model.safetensors"
-        if not path.is_file():
-            raise UsageError(
-                f"{path} is missing (and so is {ORIGINAL_WEIGHTS}); weights in other formats, such as .pt, are not read"
-            )
-        weights = {name.removeprefix("medusa_heads."): weight for name, weight in read_weights(path).items()}
-    shape = _shape(folder, config, weights)
-    _refuse_other_target(folder, config, shape, target)
-    heads = MedusaHeads(shape)
-    expected = {name: tuple(weight.shape) for name, weight in heads.state_dict().items()}
-    refuse_difference(path, expected, {name: tuple(weight.shape) for name, weight in weights.items()})
-    heads.to(target.lm_head.weight.dtype).load_state_dict(weights)
+        raise UsageError(
+            f"{folder / SINGLE} is missing (and so is {ORIGINAL_WEIGHTS}); weights in other formats, such as .pt, "
+            "are not read"
+        )
+    found = {name: weights.shapes[theirs] for name, theirs in stored.items()}
+    shape = _shape(folder, fields, num_layers, found)
+    _refuse_other_target(folder, fields.values, shape, target)
+    with torch.device("meta"):
+        heads = MedusaHeads(shape)
+    refuse_difference(weights.path, {name: tuple(weight.shape) for name, weight in heads.state_dict().items()}, found)
+    dtype = target.lm_head.weight.dtype
+    heads.load_state_dict({name: weights.read(theirs, dtype) for name, theirs in stored.items()}, assign=True)
     return heads
+
+
+_MOST = 256  # heads, and layers of one: no model has as many, and a module of more takes long to build
+
+
+def _either(fields: Fields, name: str, original: str) -> str:
+    return name if name in fields.values else original
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -92,26 +103,25 @@ def _engine_name(name: str, path: Path, num_layers: int) -> str:
     return f"lm_heads.{head}.{kind}"
 
 
-def _shape(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> MedusaShape:
+def _shape(folder: Path, fields: Fields, num_layers: int, found: Mapping[str, tuple[int, ...]]) -> MedusaShape:
     """Sizes from the config, those that the original repository left out from the weights."""
-    output = weights.get("lm_heads.0.weight")
-    if output is None or output.dim() != 2:
+    output = found.get("lm_heads.0.weight", ())
+    if len(output) != 2:
         raise UsageError(f"{folder} lacks lm_heads.0.weight; nothing was loaded")
-    vocab_size, hidden_size = output.shape
-    if config.get("truncated_vocab_size", vocab_size) != config.get("vocab_size", vocab_size):
+    vocab_size = fields.whole("vocab_size", output[0])
+    if fields.whole("truncated_vocab_size", vocab_size) != vocab_size:
         raise UsageError(f"{folder} holds heads of a truncated vocabulary, which is not supported")
-    biased = any(name.endswith(".bias") for name in weights)
     return MedusaShape(
-        num_heads=config["num_heads"] if "num_heads" in config else config["medusa_num_heads"],
-        num_hidden_layers=config.get("num_hidden_layers", config.get("medusa_num_layers", 1)),
-        hidden_size=config.get("hidden_size", hidden_size),
-        vocab_size=config.get("vocab_size", vocab_size),
-        original_lm_head=config.get("original_lm_head", False),
-        medusa_fc_bias=config.get("medusa_fc_bias", biased),
+        num_heads=fields.whole(_either(fields, "num_heads", "medusa_num_heads"), most=_MOST),
+        num_hidden_layers=num_layers,
+        hidden_size=fields.whole("hidden_size", output[1]),
+        vocab_size=vocab_size,
+        original_lm_head=fields.flag("original_lm_head"),
+        medusa_fc_bias=fields.flag("medusa_fc_bias", any(name.endswith(".bias") for name in found)),
     )
 
 
-def _refuse_other_target(folder: Path, config: dict[str, Any], shape: MedusaShape, target: Llama) -> None:
+def _refuse_other_target(folder: Path, config: Mapping[str, Any], shape: MedusaShape, target: Llama) -> None:
     for name in ("hidden_size", "vocab_size"):
         mine, theirs = getattr(target.shape, name), getattr(shape, name)
         if mine != theirs:
