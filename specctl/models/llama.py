@@ -11,6 +11,7 @@ Hd head dim. Knows nothing about sampling, text or files.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -81,6 +82,14 @@ def rotary_table(shape: LlamaShape, dtype: torch.dtype, length: int | None = Non
     return torch.polar(torch.ones_like(angles), angles).to(complex_dtype)
 
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B, H, T, Hd], k and v [B, Hkv, T, Hd] -> [B, H, T, Hd]
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of each token to itself and those before it."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 class Attention(nn.Module):
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -94,7 +103,7 @@ class Attention(nn.Module):
         norm = partial(nn.RMSNorm, shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(), norm()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         batch, length, _ = x.shape
 
         def heads(y: Tensor) -> Tensor:
@@ -102,7 +111,7 @@ class Attention(nn.Module):
 
         q = _rotate(self.q_norm(heads(self.q_proj(x))), cos, sin)
         k = _rotate(self.k_norm(heads(self.k_proj(x))), cos, sin)
-        y = F.scaled_dot_product_attention(q, k, heads(self.v_proj(x)), is_causal=True, enable_gqa=True)
+        y = attend(q, k, heads(self.v_proj(x)))
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -133,8 +142,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dropout: float) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dropout: float = 0.0, attend: Attend = causal) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, attend)
         x = x + F.dropout(attended, dropout, self.training)
         return x + F.dropout(self.mlp(self.post_attention_layernorm(x)), dropout, self.training)
 
