@@ -239,6 +239,7 @@ class RunConfig(Section):
     decoding: DecodingConfig = DecodingConfig()
     sweep: SweepConfig = SweepConfig()
     prompts: str | None = Field(None, description="a file of prompts: lines, JSONL, or Spec-Bench questions")
+    chat: bool = Field(False, description="prompts are a user's messages, written in the target's chat template")
 
     @model_validator(mode="after")
     def _names_resolve(self) -> "RunConfig":
@@ -281,6 +282,8 @@ def name_problems(tree: dict[str, Any]) -> list[str]:
             problems.append(f"drafters.{name}: {_NAME_RULE}")
     if section(tree, "target").get("corpus") is None:
         problems.append("target.corpus: needed (prompts come from it, also where target.path is given)")
+    if tree.get("chat") is True and not section(tree, "target").get("path"):
+        problems.append("chat: a target that is trained here has no chat template; give target.path, or take chat out")
     return problems
 
 

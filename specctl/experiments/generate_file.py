@@ -17,7 +17,7 @@ from specctl.events import Round
 from specctl.experiments.generate import Generation, generate
 from specctl.experiments.pair import Pair
 from specctl.experiments.trace import Trace
-from specctl.experiments.workload import encode
+from specctl.experiments.workload import chat_template, encode
 from specctl.prompts import Prompt, fingerprint_prompts
 from specctl.run_folder import differences, ensure_writable, read_json, write_json
 from specctl.stats import Stats
@@ -82,7 +82,7 @@ def generate_file(
     Raises UsageError, before anything is generated, for a prompt that is too long and for a file made
     otherwise; SpecctlError where the disk refuses; Interrupted on Ctrl+C. Finished lines stay.
     """
-    encode(prompts, pair.artefacts.tokenizer, pair.target.context_length)  # refuses what does not fit
+    encode(prompts, pair.artefacts, pair.target.context_length)  # refuses what does not fit
     lines = _resume(path, recipe(pair, prompts), {prompt.id for prompt in prompts})
     done = {line["id"] for line in lines}  # what an earlier run has written
     try:
@@ -170,6 +170,8 @@ def recipe(pair: Pair, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "prompts": {"count": len(prompts), "content": fingerprint_prompts(prompts)},
         "target": {"tokenizer": pair.artefacts.tokenizer.fingerprint(), "weights": _weights(pair, "target")},
     }
+    if template := chat_template(pair.artefacts):
+        found["chat"] = template.fingerprint
     if name != "none":
         drafter = pair.artefacts.drafter_config(name)
         if drafter.kind == "ngram":
