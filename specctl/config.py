@@ -5,6 +5,7 @@ are used for.
 """
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -241,12 +242,28 @@ class RunConfig(Section):
     prompts: str | None = Field(None, description="a file of prompts: lines, JSONL, or Spec-Bench questions")
     chat: bool = Field(False, description="prompts are a user's messages, written in the target's chat template")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_home(cls, tree: Any) -> Any:
+        return _with_home(tree, ("run_dir",)) if isinstance(tree, dict) else tree
+
     @model_validator(mode="after")
     def _names_resolve(self) -> "RunConfig":
         problems = name_problems(self.model_dump())
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+
+def _with_home(tree: dict[Any, Any], names: tuple[str, ...] = ("path",)) -> dict[Any, Any]:
+    """A copy in which ~ is the home folder in the fields `names`, and in `path` of every section below."""
+
+    def expand(key: Any, value: Any) -> Any:
+        if isinstance(value, dict):
+            return _with_home(value)
+        return os.path.expanduser(value) if key in names and isinstance(value, str) else value
+
+    return {key: expand(key, value) for key, value in tree.items()}
 
 
 _TAKEN_NAMES = {"none": "plain decoding", "baseline": "plain decoding", "target": "the target"}
