@@ -16,9 +16,8 @@ import copy
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -29,6 +28,7 @@ from rich.table import Table
 
 from benchmarks.cacheless import Cacheless
 from benchmarks.contenders import Contender, Decode, Measured, Run, interleave
+from benchmarks.limit import Limit, limit_of
 from benchmarks.peers import Peers
 from specctl.chance import SeededChance
 from specctl.config_file import load_config
@@ -46,8 +46,7 @@ from specctl.training.ensure import Artefacts
 _ROWS = (2, 3, 5, 8, 9)  # of a pass, beside 1
 _TEMPERATURES = (0.0, 1.0)
 _PEER_K = 4
-_SUMS = 10  # of the buffer, between the requests of one prompt
-_LAW = {  # temperature alone, as transformers is told
+_LAW: dict[str, Any] = {  # temperature alone, as transformers is told
     "decoding.draft_temperature": None,
     "decoding.top_k": 0,
     "decoding.top_p": 1.0,
@@ -136,42 +135,6 @@ def contenders_of(pair: Pair, drafter: str, ks: Sequence[int], options: argparse
     return found
 
 
-def streamed_bytes(pair: Pair) -> int:
-    """Bytes of weights that every pass of the target reads: all, but for an embedding that is only looked up."""
-    sizes = {name: weight.numel() for name, weight in pair.artefacts.target().named_parameters()}
-    if any(name.endswith("lm_head.weight") for name in sizes):  # else the embedding is the output matrix
-        sizes = {name: size for name, size in sizes.items() if not name.endswith("embed_tokens.weight")}
-    return sum(sizes.values()) * getattr(torch, pair.config.runtime.dtype).itemsize
-
-
-@dataclass(slots=True)
-class Limit:
-    """Seconds of reading as many bytes as the target's weights have, timed where the contenders run."""
-
-    buffer: torch.Tensor
-    seconds: list[float] = field(default_factory=list)
-
-    def measure(self) -> None:
-        for trial in range(_SUMS + 1):
-            started = perf_counter()
-            self.buffer.sum().item()
-            if trial:  # the contender before has filled the processor's caches with its own weights
-                self.seconds.append(perf_counter() - started)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return 1 / median(self.seconds)
-
-    def figures(self, plain: Measured) -> dict[str, Any]:
-        size = self.buffer.numel() * self.buffer.itemsize
-        return {
-            "weight_bytes": size,
-            "bytes_per_second": size * self.tokens_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "plain_share": plain.tokens_per_second / self.tokens_per_second,
-        }
-
-
 def rows_of(contenders: Sequence[Contender], measured: Sequence[Measured]) -> list[dict[str, Any]]:
     """One row a contender; speedup over our plain decoding at the same temperature.
 
@@ -205,11 +168,11 @@ def benchmark(pair: Pair, drafter: str, options: argparse.Namespace) -> dict[str
     sweep = pair.config.sweep
     repeats, num_new_tokens = options.repeats or sweep.repeats, options.new_tokens or sweep.max_new_tokens
     heads = pair.num_heads(drafter)
-    ks = [k for k in (options.k or range(1, 9)) if heads is None or k <= heads]
+    ks = options.k or list(range(1, min(8, heads or 8) + 1))
     pair.prepare([drafter], max(ks))
     prompts = [prompt.token_ids for prompt in workload(pair).measured]
     if options.quick:
-        prompts, repeats, num_new_tokens, ks = prompts[:1], 1, min(12, num_new_tokens), [1, 3]
+        prompts, repeats, num_new_tokens, ks = prompts[:1], 1, min(12, num_new_tokens), ks[:3:2]
         options.skip_compiled = True
     longest = max(map(len, prompts)) + num_new_tokens
     if longest > pair.target.context_length:
@@ -218,15 +181,14 @@ def benchmark(pair: Pair, drafter: str, options: argparse.Namespace) -> dict[str
             "lower --new-tokens"
         )
     contenders = contenders_of(pair, drafter, ks, options)
-    # Ones: the pages of untouched zeros are all one page of memory, and would read at a cache's speed.
-    limit = Limit(torch.ones(streamed_bytes(pair) // 4))
+    limit = None if options.peers_only else limit_of(pair)
     measured = interleave(
         contenders,
         prompts,
         num_new_tokens=num_new_tokens,
         repeats=repeats,
         threads=pair.threads,
-        between=(lambda: None) if options.peers_only else limit.measure,
+        between=limit.measure if limit else lambda: None,
     )
     result: dict[str, Any] = {
         "config": str(options.config),
@@ -236,18 +198,24 @@ def benchmark(pair: Pair, drafter: str, options: argparse.Namespace) -> dict[str
         "repeats": repeats,
         "rows": rows_of(contenders, measured),
     }
-    if not options.peers_only:
-        costs = measure_costs(at_temperature(pair, 1.0), drafter, [n - 1 for n in _ROWS if not heads or n <= heads + 1])
-        result |= {
-            "limit": limit.figures(measured[0]),
-            "target_step_ms": costs.target_step_seconds * 1e3,
-            "draft_step_ms": costs.cost_ratio * costs.target_step_seconds * 1e3,
-            "verify_cost": costs.verify_cost,
-            "overhead": costs.overhead,
-        }
+    if limit:
+        result |= parts_of(pair, drafter, limit, measured[0])
     return result | {
         "hardware": describe_hardware(str(pair.device), pair.threads),
         "versions": describe_versions(),
+    }
+
+
+def parts_of(pair: Pair, drafter: str, limit: Limit, plain: Measured) -> dict[str, Any]:
+    """The limit, and what steps and passes cost."""
+    heads = pair.num_heads(drafter)
+    costs = measure_costs(at_temperature(pair, 1.0), drafter, [n - 1 for n in _ROWS if not heads or n <= heads + 1])
+    return {
+        "limit": limit.figures(plain),
+        "target_step_ms": costs.target_step_seconds * 1e3,
+        "draft_step_ms": costs.cost_ratio * costs.target_step_seconds * 1e3,
+        "verify_cost": costs.verify_cost,
+        "overhead": costs.overhead,
     }
 
 

@@ -36,10 +36,9 @@ class ChatTemplate:
     def load(cls, folder: Path) -> "ChatTemplate":
         """The template of a checkpoint folder. Raises UsageError where there is none, or it cannot be read."""
         config_path = folder / "tokenizer_config.json"
-        config = read_json(config_path) if config_path.is_file() else {}
-        if not isinstance(config, dict):
-            raise UsageError(f"{config_path} is not a JSON object; take it from the model's release again")
-        named = {name: _text(config.get(name)) for name in _SPECIAL_TOKENS}
+        config = _read(config_path)
+        tokens = {**_read(folder / "special_tokens_map.json"), **config}  # older releases name them there alone
+        named = {name: _text(tokens.get(name)) for name in _SPECIAL_TOKENS}
         special_tokens = {name: token for name, token in named.items() if token is not None}
         path = folder / "chat_template.jinja"
         if path.is_file():
@@ -148,6 +147,14 @@ def _environment() -> "jinja2.Environment":
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file of a model's release, empty where there is none."""
+    value = read_json(path) if path.is_file() else {}
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} is not a JSON object; take it from the model's release again")
+    return value
 
 
 def _choose(value: Any, path: Path) -> str | None:

@@ -188,6 +188,15 @@ def test_what_is_refused(tmp_path: Path, template: Any, says: str) -> None:
     assert says in str(caught.value) and str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_special_tokens_of_older_releases(tmp_path: Path) -> None:
+    folder = write_chat_model(tmp_path / "model", "{{ bos_token }}|{{ eos_token }}|{{ unk_token is defined }}")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["bos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "other"}))
+    assert ChatTemplate.load(folder).renderer()("x") == "<s>|<|endoftext|>|False"
+
+
 def test_broken_files(tmp_path: Path) -> None:
     folder = write_chat_model(tmp_path / "model")
     (folder / "tokenizer_config.json").write_text("[]")
