@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test bench clean
+.PHONY: help setup demo check test bench bench-peers bench-verify clean
 
 help: ## list what make can do
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) ## create .venv and install specctl and its tools, at pinned versions
 
@@ -38,9 +38,15 @@ check: setup ## lint, format and types
 test: setup ## the test suite
 	$(BIN)/python -m pytest -n auto
 
-bench: setup ## benchmarks over the public API, as JSON
+bench: setup ## train the bench's pair once, then all ways to decode, the limit and the rules, as JSON
 	$(BIN)/python -m benchmarks.decoding
 	$(BIN)/python -m benchmarks.rules
+
+bench-peers: setup ## ours beside transformers alone, on the bench's pair, as JSON
+	$(BIN)/python -m benchmarks.decoding --peers-only
+
+bench-verify: setup ## are the p-values of specctl verify uniform? many seeds, minutes
+	$(BIN)/python -m benchmarks.verify_pvalues
 
 clean: ## remove runs and caches (the environment stays)
 	rm -rf runs build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -1,24 +1,40 @@
-"""Plain and speculative decoding beside transformers' `generate`, interleaved in one run.
+"""Ours, the seed's loops and transformers on the same checkpoints and prompts, interleaved in one run.
 
-    python -m benchmarks.decoding [--config configs/tiny.yaml] [--temperature 1] [--k 4] [--repeats 5]
+    python -m benchmarks.decoding [--config benchmarks/pair.yaml] [--peers-only] [--quick] [--skip-compiled]
 
-Uses the run's own target and default drafter (trained first if missing) and its validation prompts.
-Prints a table on stderr and JSON on stdout. Ratios within one run are what counts: the machine's
-speed drifts, and everything that runs beside it shows.
+Greedy and at T = 1: plain, speculative at each K, the loops without a cache that this project began with, and
+transformers' `generate` (`peers.py`). Beside them the limit, tokens a second if a pass only streamed the target's
+weights, from the bandwidth of summing a buffer of their size in the same loop; and the price of passes over n rows.
+
+The run is any run file's, a missing model is trained first; `path:` models do as well. Every request is timed whole,
+prompt included, and has as many tokens as any other. A table goes to stderr, JSON to stdout. Ratios within one run
+are what counts: the machine's speed drifts, and everything that runs beside it shows.
 """
 
 import argparse
+import copy
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
+from benchmarks.cacheless import Cacheless
+from benchmarks.contenders import Contender, Decode, Measured, Run, interleave
+from benchmarks.limit import Limit, limit_of
+from benchmarks.peers import Peers
+from specctl.chance import SeededChance
 from specctl.config_file import load_config
+from specctl.decoding import plain, speculative
+from specctl.drafters.draft_model import DraftModel
+from specctl.errors import SpecctlError
 from specctl.experiments.pair import Pair
 from specctl.experiments.timing import measure_costs
 from specctl.experiments.workload import workload
@@ -27,82 +43,238 @@ from specctl.stats import collect
 from specctl.stopping import StopRules
 from specctl.training.ensure import Artefacts
 
+_ROWS = (2, 3, 5, 8, 9)  # of a pass, beside 1
+_TEMPERATURES = (0.0, 1.0)
+_PEER_K = 4
+_LAW: dict[str, Any] = {  # temperature alone, as transformers is told
+    "decoding.draft_temperature": None,
+    "decoding.top_k": 0,
+    "decoding.top_p": 1.0,
+    "decoding.min_p": 0.0,
+    "decoding.min_new_tokens": 0,
+    "decoding.repetition_penalty": 1.0,
+    "decoding.presence_penalty": 0.0,
+    "decoding.frequency_penalty": 0.0,
+    "decoding.logit_bias": {},
+    "decoding.banned_token_ids": [],
+}
 
-def transformers_generate(pair: Pair, max_new_tokens: int) -> Callable[[list[int], int], float] | None:
-    """Seconds of transformers' eager `generate` on the target's folder; None where it is not installed."""
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        return None
-    model = AutoModelForCausalLM.from_pretrained(pair.artefacts.model_folder("target")).to(pair.device).eval()
-    temperature = pair.config.decoding.temperature
-    sampling: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        sampling |= {"temperature": temperature, "top_k": 0}
 
-    def run(prompt: list[int], request: int) -> float:
-        torch.manual_seed(request)
-        ids = torch.tensor([prompt], device=pair.device)
+def at_temperature(pair: Pair, temperature: float) -> Pair:
+    """The same models at another temperature."""
+    other = copy.copy(pair)
+    other.law = other.draft_law = replace(pair.law, temperature=temperature)
+    return other
+
+
+def ours(pair: Pair, drafter: str, k: int) -> Decode:
+    """Our public loops as a user runs them."""
+
+    def decode(prompt: list[int], num_new_tokens: int, request: int) -> Run:
+        stop = StopRules(max_new_tokens=num_new_tokens)
         started = perf_counter()
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=max_new_tokens,
-            pad_token_id=0,
-            **sampling,
+        return _run(pair.events(prompt, drafter=drafter, k=k, request=request, stop=stop), started)
+
+    return decode
+
+
+def cacheless(pair: Pair, drafter: str, k: int) -> Decode:
+    """The same loops on models that read the whole text anew in every pass."""
+    target = Cacheless(pair.target)
+    draft = pair.drafter(drafter)
+    forgetful = DraftModel(Cacheless(draft.model), draft.name, pair.device) if isinstance(draft, DraftModel) else None
+
+    def decode(prompt: list[int], num_new_tokens: int, request: int) -> Run:
+        shared: dict[str, Any] = {
+            "law": pair.law,
+            "chance": SeededChance(pair.config.seed, request),
+            "stop": StopRules(max_new_tokens=num_new_tokens),
+            "device": pair.device,
+        }
+        started = perf_counter()
+        if k == 0 or forgetful is None:
+            return _run(plain(target, prompt, **shared), started)
+        return _run(speculative(target, forgetful, prompt, num_speculative_tokens=k, **shared), started)
+
+    return decode
+
+
+def _run(events: Any, started: float) -> Run:
+    token_ids, stats = collect(events)
+    return Run(
+        token_ids=token_ids,
+        seconds=perf_counter() - started,
+        num_passes=stats.num_rounds,
+        num_drafted=stats.num_drafted,
+        num_accepted=stats.num_accepted,
+    )
+
+
+def contenders_of(pair: Pair, drafter: str, ks: Sequence[int], options: argparse.Namespace) -> list[Contender]:
+    """Everything that is run, by temperature, ours first."""
+    draft_model, folder = isinstance(pair.drafter(drafter), DraftModel), pair.artefacts.model_folder
+    theirs = Peers(
+        folder("target"),
+        folder(drafter) if draft_model else None,
+        k=_PEER_K,
+        dtype=getattr(torch, pair.config.runtime.dtype),
+        device=pair.device,
+        compiled=not options.skip_compiled,
+    )
+    found: list[Contender] = []
+    for temperature in _TEMPERATURES:
+        tempered = at_temperature(pair, temperature)
+        mine = {f"speculative, K = {k}" if k else "plain": ours(tempered, drafter, k) for k in (0, *ks)}
+        slow = {} if options.peers_only else {"plain, no cache": cacheless(tempered, drafter, 0)}
+        if slow and draft_model:
+            slow[f"speculative, no cache, K = {_PEER_K}"] = cacheless(tempered, drafter, _PEER_K)
+        found += [
+            Contender(name=name, temperature=temperature, decode=decode, slow=name in slow)
+            for name, decode in (mine | slow | theirs.at(temperature)).items()
+        ]
+    return found
+
+
+def rows_of(contenders: Sequence[Contender], measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    """One row a contender; speedup over our plain decoding at the same temperature.
+
+    same_text: at temperature 0, the share of prompts on which the text is our plain decoding's.
+    """
+    plain = {
+        contender.temperature: found
+        for contender, found in zip(contenders, measured, strict=True)
+        if contender.name == "plain"
+    }
+    rows = []
+    for contender, found in zip(contenders, measured, strict=True):
+        baseline = plain[contender.temperature]
+        same = [mine == theirs for mine, theirs in zip(found.first_texts, baseline.first_texts, strict=True)]
+        rows.append(
+            {
+                "name": contender.name,
+                "temperature": contender.temperature,
+                "tokens_per_second": found.tokens_per_second,
+                "speedup": found.tokens_per_second / baseline.tokens_per_second,
+                "tokens_per_pass": found.tokens_per_pass,
+                "acceptance_rate": found.acceptance_rate,
+                "same_text": sum(same) / len(same) if contender.temperature == 0 else None,
+                "num_runs": len(found.seconds_per_token),
+            }
         )
-        return perf_counter() - started
-
-    return run
+    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=Path("configs/tiny.yaml"))
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    config = load_config(arguments.config, values={"decoding.temperature": arguments.temperature})
-    pair = Pair(Artefacts(config, narrate=lambda line: print(line, file=sys.stderr), progress=sys.stderr.isatty()))
-    drafter, new_tokens = config.decoding.drafter, config.sweep.max_new_tokens
-    pair.prepare([drafter], arguments.k)
-    stop = StopRules(max_new_tokens=new_tokens)
-
-    def ours(k: int) -> Callable[[list[int], int], float]:
-        def run(prompt: list[int], request: int) -> float:
-            _, stats = collect(pair.events(prompt, drafter=drafter, k=k, request=request, stop=stop))
-            return stats.seconds + stats.prompt_seconds  # as generate is timed: prompt included
-
-        return run
-
-    contenders = {"plain": ours(0), f"speculative, K = {arguments.k}": ours(arguments.k)}
-    peer = transformers_generate(pair, new_tokens)
-    if peer:
-        contenders["transformers generate, eager"] = peer
+def benchmark(pair: Pair, drafter: str, options: argparse.Namespace) -> dict[str, Any]:
+    sweep = pair.config.sweep
+    repeats, num_new_tokens = options.repeats or sweep.repeats, options.new_tokens or sweep.max_new_tokens
+    heads = pair.num_heads(drafter)
+    ks = options.k or list(range(1, min(8, heads or 8) + 1))
+    pair.prepare([drafter], max(ks))
     prompts = [prompt.token_ids for prompt in workload(pair).measured]
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in range(arguments.repeats + 1):
-        for index, prompt in enumerate(prompts):
-            for name, run in contenders.items():
-                taken = run(prompt, repeat * len(prompts) + index)
-                if repeat:  # the first is warm-up
-                    seconds[name].append(taken)
-    speeds = {name: new_tokens / median(times) for name, times in seconds.items()}
-    costs = measure_costs(pair, drafter, [arguments.k, 7])
-    for name, speed in speeds.items():
-        print(f"{name:32} {speed:8.0f} tokens/s {speed / speeds['plain']:6.2f}x plain", file=sys.stderr)
-    result = {
-        "temperature": arguments.temperature,
-        "new_tokens": new_tokens,
-        "tokens_per_second": speeds,
-        "target_step_ms": costs.target_step_seconds * 1e3,
-        "draft_step_ms": costs.cost_ratio * costs.target_step_seconds * 1e3,
-        "verify_cost": costs.verify_cost,
+    if options.quick:
+        prompts, repeats, num_new_tokens, ks = prompts[:1], 1, min(12, num_new_tokens), ks[:3:2]
+        options.skip_compiled = True
+    longest = max(map(len, prompts)) + num_new_tokens
+    if longest > pair.target.context_length:
+        raise SpecctlError(
+            f"prompt and new tokens are {longest}, and the context holds {pair.target.context_length}; "
+            "lower --new-tokens"
+        )
+    contenders = contenders_of(pair, drafter, ks, options)
+    limit = None if options.peers_only else limit_of(pair)
+    measured = interleave(
+        contenders,
+        prompts,
+        num_new_tokens=num_new_tokens,
+        repeats=repeats,
+        threads=pair.threads,
+        between=limit.measure if limit else lambda: None,
+    )
+    result: dict[str, Any] = {
+        "config": str(options.config),
+        "drafter": drafter,
+        "num_prompts": len(prompts),
+        "new_tokens": num_new_tokens,
+        "repeats": repeats,
+        "rows": rows_of(contenders, measured),
+    }
+    if limit:
+        result |= parts_of(pair, drafter, limit, measured[0])
+    return result | {
         "hardware": describe_hardware(str(pair.device), pair.threads),
         "versions": describe_versions(),
     }
+
+
+def parts_of(pair: Pair, drafter: str, limit: Limit, plain: Measured) -> dict[str, Any]:
+    """The limit, and what steps and passes cost."""
+    heads = pair.num_heads(drafter)
+    costs = measure_costs(at_temperature(pair, 1.0), drafter, [n - 1 for n in _ROWS if not heads or n <= heads + 1])
+    return {
+        "limit": limit.figures(plain),
+        "target_step_ms": costs.target_step_seconds * 1e3,
+        "draft_step_ms": costs.cost_ratio * costs.target_step_seconds * 1e3,
+        "verify_cost": costs.verify_cost,
+        "overhead": costs.overhead,
+    }
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """The table, on stderr."""
+    table = Table(title=f"{result['new_tokens']} new tokens, {result['num_prompts']} prompts", box=box.SQUARE)
+    table.add_column("temperature", justify="right")
+    table.add_column("decoding")
+    for name in ("tokens/s", "over plain", "tokens/pass", "accepted", "text of plain"):
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        table.add_row(
+            f"{row['temperature']:g}",
+            row["name"],
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['speedup']:.2f}x",
+            _or_dash(row["tokens_per_pass"], "{:.2f}"),
+            _or_dash(row["acceptance_rate"], "{:.0%}"),
+            _or_dash(row["same_text"], "{:.0%}"),
+        )
+    Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(table)
+    if "limit" in result:
+        limit, costs = result["limit"], result["verify_cost"]
+        print(
+            f"limit {limit['tokens_per_second']:.0f} tokens/s ({limit['weight_bytes'] / 1e6:.0f} MB at "
+            f"{limit['bytes_per_second'] / 1e9:.1f} GB/s), of which plain reaches {limit['plain_share']:.0%}\n"
+            f"target step {result['target_step_ms']:.2f} ms, draft step {result['draft_step_ms']:.2f} ms, "
+            + ", ".join(f"v({rows}) = {cost:.2f}" for rows, cost in costs.items()),
+            file=sys.stderr,
+        )
+
+
+def _or_dash(value: float | None, pattern: str) -> str:
+    return "-" if value is None else pattern.format(value)
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path(__file__).parent / "pair.yaml", help="any run file")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.FIELD=VALUE")
+    parser.add_argument("--drafter", help="a name under drafters (decoding.drafter)")
+    parser.add_argument("--k", type=int, nargs="+", help="K to measure; 1 to 8")
+    parser.add_argument("--repeats", type=int, help="times that each runs on each prompt (sweep.repeats)")
+    parser.add_argument("--new-tokens", type=int, help="of each request (sweep.max_new_tokens)")
+    parser.add_argument("--peers-only", action="store_true", help="ours and transformers alone")
+    parser.add_argument("--skip-compiled", action="store_true", help="compiling takes transformers minutes")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: one prompt, few tokens, two K")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = options_of(arguments)
+    try:
+        config = load_config(options.config, options.overrides, _LAW)
+        artefacts = Artefacts(config, narrate=lambda line: print(line, file=sys.stderr), progress=sys.stderr.isatty())
+        result = benchmark(Pair(artefacts), options.drafter or config.decoding.drafter, options)
+    except SpecctlError as error:
+        sys.exit(f"benchmark: {error}")
+    print_result(result)
     print(json.dumps(result, indent=2))
 
 

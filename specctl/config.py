@@ -5,6 +5,7 @@ are used for.
 """
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -239,6 +240,12 @@ class RunConfig(Section):
     decoding: DecodingConfig = DecodingConfig()
     sweep: SweepConfig = SweepConfig()
     prompts: str | None = Field(None, description="a file of prompts: lines, JSONL, or Spec-Bench questions")
+    chat: bool = Field(False, description="prompts are a user's messages, written in the target's chat template")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_home(cls, tree: Any) -> Any:
+        return _with_home(tree, ("run_dir",)) if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
     def _names_resolve(self) -> "RunConfig":
@@ -246,6 +253,17 @@ class RunConfig(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+
+def _with_home(tree: dict[Any, Any], names: tuple[str, ...] = ("path",)) -> dict[Any, Any]:
+    """A copy in which ~ is the home folder in the fields `names`, and in `path` of every section below."""
+
+    def expand(key: Any, value: Any) -> Any:
+        if isinstance(value, dict):
+            return _with_home(value)
+        return os.path.expanduser(value) if key in names and isinstance(value, str) else value
+
+    return {key: expand(key, value) for key, value in tree.items()}
 
 
 _TAKEN_NAMES = {"none": "plain decoding", "baseline": "plain decoding", "target": "the target"}
@@ -281,6 +299,8 @@ def name_problems(tree: dict[str, Any]) -> list[str]:
             problems.append(f"drafters.{name}: {_NAME_RULE}")
     if section(tree, "target").get("corpus") is None:
         problems.append("target.corpus: needed (prompts come from it, also where target.path is given)")
+    if tree.get("chat") is True and not section(tree, "target").get("path"):
+        problems.append("chat: a target that is trained here has no chat template; give target.path, or take chat out")
     return problems
 
 

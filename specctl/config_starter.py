@@ -4,6 +4,7 @@ The sizes are those of configs/tiny.yaml, with fewer steps and fewer vocabulary 
 nothing about training; docs/training-study.md says how the sizes were found.
 """
 
+import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def measure_text(paths: Sequence[str]) -> Text:
         num_validation = sum(len(piece.text) for piece in pieces if piece.split == "validation")
         if LEAST_VALIDATION <= num_validation <= surveyed.num_characters // 2:
             return Text(
-                paths=tuple(str(Path(path).expanduser().absolute()) for path in paths),
+                paths=tuple(map(_absolute, paths)),
                 num_documents=surveyed.num_documents,
                 num_characters=surveyed.num_characters,
                 validation_fraction=fraction,
@@ -78,6 +79,14 @@ def measure_text(paths: Sequence[str]) -> Text:
         f"{', '.join(paths)}: no part of these {surveyed.num_documents} documents does for validation, their lengths "
         "are too unequal; join them into one file, which is split by position"
     )
+
+
+def _absolute(given: str) -> str:
+    """The path from the root; the working directory of a pattern is no part of the pattern."""
+    path = Path(given).expanduser()
+    if path.exists() or path.is_absolute():
+        return str(path.absolute())
+    return str(Path(glob.escape(str(Path.cwd()))) / path)
 
 
 def _beginning(text: str) -> str:

@@ -87,6 +87,18 @@ def survey(config: CorpusConfig) -> Survey:
     )
 
 
+def read_survey(fields: Any, path: Path) -> Survey:
+    """A survey as it was written to `path`. Raises UsageError where it is not one any more."""
+    types = {"fingerprint": (str,), "num_documents": (int,), "num_characters": (int,), "cut": (int, type(None))}
+    if (
+        not isinstance(fields, dict)
+        or fields.keys() != types.keys()
+        or not all(type(fields[name]) in allowed for name, allowed in types.items())
+    ):
+        raise UsageError(f"{path} was changed since it was written; remove it")
+    return Survey(**fields)
+
+
 def state_of_files(config: CorpusConfig) -> str | None:
     """Return a fingerprint of the names, sizes and times of a corpus's files: while it stays, so does the survey.
 

@@ -5,6 +5,7 @@ A document is one text; it is read a bounded piece at a time, so that no file's 
 """
 
 import codecs
+import fnmatch
 import glob
 import hashlib
 import json
@@ -97,7 +98,7 @@ def text_files(paths: Sequence[str]) -> list[Path]:
         elif path.exists():
             found, nothing = _single(path), ""
         elif glob.has_magic(given):
-            matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+            matches = sorted(_matches(Path(path.anchor), path.relative_to(path.anchor).parts))
             found = [file for match in matches for file in (_inside(match) if match.is_dir() else _single(match))]
             nothing = f"corpus pattern {given} matches no text file"
         else:
@@ -106,6 +107,33 @@ def text_files(paths: Sequence[str]) -> list[Path]:
             raise UsageError(f"{nothing}; relative paths start at {Path.cwd()}")
         files.update(dict.fromkeys(found))
     return list(files)
+
+
+def _matches(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """What lies below a folder by the parts of a pattern, as `glob` has it, but that ** follows no links: they may
+    go round in circles."""
+    if not parts:
+        yield folder
+        return
+    first, rest = parts[0], parts[1:]
+    if not glob.has_magic(first):
+        if (folder / first).exists():
+            yield from _matches(folder / first, rest)
+        return
+    try:
+        with os.scandir(folder) as entries:
+            found = [entry for entry in entries if first.startswith(".") or not entry.name.startswith(".")]
+    except OSError:  # no folder, or none that may be read
+        return
+    if first == "**":
+        yield from _matches(folder, rest or ("*",))
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _matches(folder / entry.name, parts)
+        return
+    for entry in found:
+        if fnmatch.fnmatchcase(entry.name, first):
+            yield from _matches(folder / entry.name, rest)
 
 
 def _single(path: Path) -> list[Path]:

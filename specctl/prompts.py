@@ -2,7 +2,7 @@
 
 Text (any name but .jsonl): one prompt a line, blank lines skipped. JSONL: an object a line with
 `prompt` or `text`, or `turns` as Spec-Bench has it (the first turn is the prompt: later turns answer
-what a chat model said before, need a chat template, and are not used), and optionally `id` or
+what a chat model said before, and are not used), and optionally `id` or
 `question_id`, and `category`. Where no id is given it is the line's number. Knows nothing of tokens.
 """
 

@@ -67,8 +67,16 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:  # broken JSON or broken UTF-8
+    except (ValueError, RecursionError) as error:  # broken JSON or broken UTF-8
         raise UsageError(f"{path} is not valid JSON ({error}): it may be truncated or not a JSON file") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that this program wrote; UsageError where it is missing, broken or not an object any more."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} is not a JSON object: it was changed since it was written; remove it")
+    return value
 
 
 def fingerprint(value: Any) -> str:
@@ -147,7 +155,7 @@ def read_recipe(folder: Path) -> dict[str, Any] | None:
     if not folder.exists() and (_new(folder) / RECIPE).is_file():  # the recipe is written last: it is whole
         _new(folder).rename(folder)
     path = folder / RECIPE
-    return read_json(path) if path.is_file() else None
+    return read_object(path) if path.is_file() else None
 
 
 def differences(found: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:

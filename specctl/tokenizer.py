@@ -2,7 +2,8 @@
 
 A thin wrapper around the `tokenizers` library (Hugging Face), saved as a folder's `tokenizer.json`, which
 transformers and vLLM load as it is. Knows nothing about models or corpora. Text never turns into a special
-token: a literal "<|endoftext|>" in a document is encoded as the ordinary bytes that it is.
+token: a literal "<|endoftext|>" in a document is encoded as the ordinary bytes that it is. (`encode_markup`, for
+what a chat template writes, is the one exception.)
 """
 
 import codecs
@@ -88,6 +89,14 @@ class Tokenizer:
         """Return the token ids of `text`, without any special token."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_markup(self, text: str) -> list[int]:
+        """Return the token ids of text that a program wrote: special tokens in it stand for themselves."""
+        self._backend.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self._backend.encode_special_tokens = True
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text; the texts are shared out over the CPU cores."""

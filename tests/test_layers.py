@@ -14,7 +14,7 @@ PACKAGE = Path(specctl.__file__).parent
 ROWS = (
     ("errors", "events", "theory", "hardware"),
     ("config", "config_file"),
-    ("run_folder", "builtin_text", "documents", "corpus", "tokenizer", "prompts", "config_starter"),
+    ("run_folder", "builtin_text", "documents", "corpus", "tokenizer", "chat", "prompts", "config_starter"),
     ("models",),
     ("sampling", "acceptance", "chance"),
     ("drafters",),

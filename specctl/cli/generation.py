@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from specctl.experiments.trace import Trace
     from specctl.prompts import Prompt
 
+_BREAK = "\n\n"  # between a user's message and its answer
+
 OutputFile = Annotated[
     Path | None,
     typer.Option("--output", metavar="FILE.jsonl", help="Write a line a prompt here; run again, it goes on."),
@@ -108,7 +110,8 @@ def _generate_one(
     with open_trace(trace) as writer:
         pair = Pair(artefacts_of(loaded, no_train))
         tokenizer, text = pair.artefacts.tokenizer, pair.visible_text()
-        stream = Stream(make_console(), tokenizer, text, loaded.decoding.prompt, show_rounds, quiet=as_json)
+        shown = loaded.decoding.prompt + _BREAK * loaded.chat
+        stream = Stream(make_console(), tokenizer, text, shown, show_rounds, quiet=as_json)
 
         def show(round_: Round) -> None:
             rounds.append(round_)
@@ -174,13 +177,14 @@ def _stream(
     from specctl.report.rounds import Stream
     from specctl.report.tables import make_console
 
-    encode(prompts, pair.artefacts.tokenizer, pair.target.context_length)  # refuses what does not fit
+    encode(prompts, pair.artefacts, pair.target.context_length)  # refuses what does not fit
     lines = []
     for index, prompt in enumerate(prompts):
         if not quiet:
             print(f"== {prompt.id}" + (f" ({prompt.category})" if prompt.category else ""), flush=True)
         tokenizer, text = pair.artefacts.tokenizer, pair.visible_text()
-        stream = Stream(make_console(), tokenizer, text, prompt.text, show_rounds, quiet=quiet)
+        shown = prompt.text + _BREAK * pair.config.chat
+        stream = Stream(make_console(), tokenizer, text, shown, show_rounds, quiet=quiet)
         result = run(pair, stream.begin, stream.show, trace, text=prompt.text, request=index)
         stream.finish()
         lines.append(line_of(prompt, result, pair.config.seed))

@@ -10,6 +10,7 @@ from specctl.events import FinishReason, Round, TokenLogprob
 from specctl.experiments.pair import Pair
 from specctl.experiments.trace import Trace
 from specctl.experiments.watch import Watch
+from specctl.experiments.workload import encoder_of
 from specctl.stats import Stats
 from specctl.stopping import Stopping, StopRules
 
@@ -46,14 +47,14 @@ def generate(
 
     request: decides the draws, together with the seed; the index of the prompt where there are several.
     """
-    decoding, tokenizer = pair.config.decoding, pair.artefacts.tokenizer
+    decoding = pair.config.decoding
     text = decoding.prompt if text is None else text
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise UsageError("the prompt is not valid UTF-8; check the terminal's encoding") from None
-    prompt = tokenizer.encode(text)
-    if not prompt:
+    prompt = encoder_of(pair.artefacts)(text)
+    if not text or not prompt:  # a chat template makes tokens of an empty message
         raise UsageError("the prompt is empty; give at least one character with --prompt")
     k = 0 if decoding.drafter == "none" else decoding.num_speculative_tokens
     stats, token_ids = Stats(), list[int]()
@@ -94,7 +95,7 @@ def plain_step_seconds(pair: Pair, num_steps: int = 16) -> float:
 
     Comparable with a generation's rounds where it is called right after it.
     """
-    prompt = pair.artefacts.tokenizer.encode(pair.config.decoding.prompt)
+    prompt = encoder_of(pair.artefacts)(pair.config.decoding.prompt)
     events = pair.events(prompt, drafter="none", k=0, stop=StopRules(max_new_tokens=num_steps))
     seconds = [event.seconds for event in events if isinstance(event, Round)]
     return median(seconds[len(seconds) // 4 :])

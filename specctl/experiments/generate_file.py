@@ -7,6 +7,8 @@ and continued equals one made in one go, but for the times in it.
 
 import hashlib
 import json
+import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,10 +19,12 @@ from specctl.events import Round
 from specctl.experiments.generate import Generation, generate
 from specctl.experiments.pair import Pair
 from specctl.experiments.trace import Trace
-from specctl.experiments.workload import encode
+from specctl.experiments.workload import chat_template, encode
 from specctl.prompts import Prompt, fingerprint_prompts
-from specctl.run_folder import differences, ensure_writable, read_json, write_json
+from specctl.run_folder import differences, ensure_writable, read_object, write_json
 from specctl.stats import Stats
+
+_SUMMED = ("num_new_tokens", "num_rounds", "num_drafted", "num_accepted", "seconds", "prompt_seconds")
 
 Progress = Callable[[int, int], None]  # prompts done, prompts in all
 
@@ -58,6 +62,11 @@ class Generations:
 
 def check_output(path: Path) -> None:
     """Prove, before any other work, that lines can be written there. Raises UsageError where they cannot."""
+    try:
+        os.fsencode(path).decode("utf-8")
+    except UnicodeDecodeError:  # results name it, and JSON is UTF-8
+        shown = str(path).encode("utf-8", "backslashreplace").decode("ascii", "replace")
+        raise UsageError(f"--output {shown}: its name is not UTF-8; choose another --output") from None
     if path.is_dir():
         raise UsageError(f"--output {path} is a folder; name a file")
     if not path.exists():
@@ -82,7 +91,7 @@ def generate_file(
     Raises UsageError, before anything is generated, for a prompt that is too long and for a file made
     otherwise; SpecctlError where the disk refuses; Interrupted on Ctrl+C. Finished lines stay.
     """
-    encode(prompts, pair.artefacts.tokenizer, pair.target.context_length)  # refuses what does not fit
+    encode(prompts, pair.artefacts, pair.target.context_length)  # refuses what does not fit
     lines = _resume(path, recipe(pair, prompts), {prompt.id for prompt in prompts})
     done = {line["id"] for line in lines}  # what an earlier run has written
     try:
@@ -144,7 +153,7 @@ def summarise(pair: Pair, lines: list[dict[str, Any]], path: Path | None = None,
 def _totals(category: str | None, lines: Sequence[dict[str, Any]]) -> Totals:
     stats = Stats()
     for line in lines:
-        for name in ("num_new_tokens", "num_rounds", "num_drafted", "num_accepted", "seconds", "prompt_seconds"):
+        for name in _SUMMED:
             setattr(stats, name, getattr(stats, name) + line["stats"][name])
     return Totals(
         category=category,
@@ -170,6 +179,8 @@ def recipe(pair: Pair, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "prompts": {"count": len(prompts), "content": fingerprint_prompts(prompts)},
         "target": {"tokenizer": pair.artefacts.tokenizer.fingerprint(), "weights": _weights(pair, "target")},
     }
+    if template := chat_template(pair.artefacts):
+        found["chat"] = template.fingerprint
     if name != "none":
         drafter = pair.artefacts.drafter_config(name)
         if drafter.kind == "ngram":
@@ -201,7 +212,7 @@ def _resume(path: Path, wanted: dict[str, Any], ids: Iterable[str]) -> list[dict
         return []
     if not recipe_path(path).is_file():
         raise UsageError(f"{path} is not of this command's making (it has no {recipe_path(path).name}); choose another")
-    changed = differences(read_json(recipe_path(path)), wanted)
+    changed = differences(read_object(recipe_path(path)), wanted)
     if changed:
         raise UsageError(f"{path} was made otherwise ({'; '.join(changed)}); choose another --output or remove it")
     whole, newline, _ = path.read_bytes().rpartition(b"\n")
@@ -217,8 +228,11 @@ def _parse(path: Path, text: bytes, ids: set[str]) -> list[dict[str, Any]]:
         try:
             fields = json.loads(line)
             ids.remove(fields["id"])
-            _totals(fields["category"], [fields])
-        except (ValueError, KeyError, TypeError):
+            if not isinstance(fields["category"], str | None):
+                raise TypeError
+            if not all(math.isfinite(fields["stats"][name]) and fields["stats"][name] >= 0 for name in _SUMMED):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise UsageError(f"{path}, line {number} was changed since it was written; repair or remove it") from None
         lines.append(fields)
     return lines

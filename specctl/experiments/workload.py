@@ -1,17 +1,18 @@
 """The prompts of an experiment as token ids: from a file of prompts, or from the validation split.
 
-What is measured and what a prediction is made from never overlap.
+What is measured and what a prediction is made from never overlap. With `chat: true` the text of a prompt is a
+user's message; the validation split holds no messages, so there a file is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from specctl.chat import ChatTemplate, prompt_encoder
 from specctl.config import RunConfig
 from specctl.errors import UsageError
 from specctl.experiments.pair import Pair
 from specctl.prompts import Prompt, choose, hold_out, read_prompts
-from specctl.tokenizer import Tokenizer
 from specctl.training.ensure import Artefacts
 
 _DEFAULT_PROMPTS = 12  # of the validation split
@@ -52,6 +53,7 @@ def workload(pair: Pair) -> Workload:
     """
     count = pair.config.sweep.num_prompts
     if pair.config.prompts is None:
+        _refuse_chat(pair.config)
         ids = pair.prompts(2 * (count or _DEFAULT_PROMPTS))
         places = [
             EncodedPrompt(id=f"validation-{index}", category=None, token_ids=ids) for index, ids in enumerate(ids)
@@ -59,7 +61,7 @@ def workload(pair: Pair) -> Workload:
         half = len(places) // 2
         return Workload(measured=places[:half], held_out=places[half:])
     prompts = prompts_of(pair.config)
-    encoded = {prompt.id: prompt for prompt in encode(prompts, pair.artefacts.tokenizer, pair.target.context_length)}
+    encoded = {prompt.id: prompt for prompt in encode(prompts, pair.artefacts, pair.target.context_length)}
     measured, held_out = hold_out(prompts)
     if count is not None:
         if count > len(measured):
@@ -81,19 +83,40 @@ def prompts_of(config: RunConfig) -> list[Prompt]:
 
 
 def check_prompts(artefacts: Artefacts) -> None:
-    """Raise for a prompts file that will not do, before a target is trained for it."""
+    """Raise for prompts that will not do, before a target is trained or loaded for them."""
     if artefacts.config.prompts is None:
+        _refuse_chat(artefacts.config)
         return
     prompts = prompts_of(artefacts.config)
     if artefacts.config.target.path is None:  # else the model is only loaded, and says what its context is
-        encode(prompts, artefacts.tokenizer, artefacts.config.target.model.max_position_embeddings)
+        encode(prompts, artefacts, artefacts.config.target.model.max_position_embeddings)
+    else:
+        chat_template(artefacts)
 
 
-def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, context_length: int) -> list[EncodedPrompt]:
+def _refuse_chat(config: RunConfig) -> None:
+    if config.chat:
+        raise UsageError(
+            "chat: true needs messages, and the prompts of the validation split are none; give a file of prompts "
+            "(--prompts FILE), or take chat out"
+        )
+
+
+def chat_template(artefacts: Artefacts) -> ChatTemplate | None:
+    """The target's chat template where the config asks for it. Raises UsageError where there is none."""
+    return ChatTemplate.load(artefacts.model_folder("target")) if artefacts.config.chat else None
+
+
+def encoder_of(artefacts: Artefacts) -> Callable[[str], list[int]]:
+    """How this run turns the text of a prompt into token ids."""
+    return prompt_encoder(artefacts.tokenizer, chat_template(artefacts))
+
+
+def encode(prompts: Sequence[Prompt], artefacts: Artefacts, context_length: int) -> list[EncodedPrompt]:
     """Token ids of each prompt. Raises UsageError, naming the prompt, for one that leaves no room for a token."""
+    to_ids = encoder_of(artefacts)
     encoded = [
-        EncodedPrompt(id=prompt.id, category=prompt.category, token_ids=tokenizer.encode(prompt.text))
-        for prompt in prompts
+        EncodedPrompt(id=prompt.id, category=prompt.category, token_ids=to_ids(prompt.text)) for prompt in prompts
     ]
     for prompt in encoded:
         if len(prompt.token_ids) >= context_length:

@@ -72,14 +72,20 @@ def train_into(
 
 def read_report(folder: Path) -> dict[str, Any]:
     """What the training that made `folder` reported; UsageError, naming the file, where it is missing or broken."""
-    report: dict[str, Any] = run_folder.read_json(folder / REPORT)
-    return report
+    return run_folder.read_object(folder / REPORT)
 
 
 def interrupted_at(folder: Path) -> int | None:
     """The step at which the training that made `folder` was interrupted, None where it was not."""
     report = read_report(folder) if (folder / REPORT).is_file() else {}
-    return report["steps"] if report.get("interrupted") else None
+    if not report.get("interrupted"):
+        return None
+    steps = report.get("steps")
+    if type(steps) is not int:
+        raise UsageError(
+            f"{folder / REPORT}: its steps are {steps!r}; it was changed since it was written; use --force"
+        )
+    return steps
 
 
 def unfinished(folder: Path, recipe: dict[str, Any]) -> TrainingState | None:

@@ -54,8 +54,9 @@ def load_state(path: Path) -> tuple[TrainingState, dict[str, Any]] | None:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {})["state"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        return TrainingState(step=header["step"], tensors=tensors, values=header["values"]), header["recipe"]
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        state = TrainingState(step=int(header["step"]), tensors=tensors, values=dict(header["values"]))
+        return state, dict(header["recipe"])
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is no state of a training ({error}); --force trains anew") from None
 
 

@@ -15,6 +15,7 @@ from specctl.config import CorpusConfig, RunConfig
 from specctl.corpus import (
     Survey,
     load_token_ids,
+    read_survey,
     split_pieces,
     state_of_files,
     survey,
@@ -129,9 +130,9 @@ class RunText:
         if corpus not in self._surveys:
             source, path = self._config.corpora[corpus], self._folder / "tokens" / f"{corpus}.survey.json"
             files = state_of_files(source)
-            known = run_folder.read_json(path) if files and path.is_file() else {}
+            known = run_folder.read_object(path) if files and path.is_file() else {}
             if files and known.get("files") == files:
-                self._surveys[corpus] = Survey(**known["survey"])
+                self._surveys[corpus] = read_survey(known.get("survey"), path)
             else:
                 self._surveys[corpus] = survey(source)
                 if files and self._keeper.may_make:
