@@ -24,6 +24,8 @@ from specctl.hardware import num_cores
 from specctl.models.checkpoint import end_tokens
 from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.medusa import MedusaDecoder
+from specctl.models.session import CausalModel
+from specctl.models.vocabulary import Intersected, trimmed
 from specctl.sampling import SamplingLaw
 from specctl.stopping import StopRules, VisibleText
 from specctl.tokenizer import TextStream
@@ -40,7 +42,8 @@ class Pair:
         self.artefacts, self.config = artefacts, artefacts.config
         self.device = choose_device(self.config)
         self._dtype: torch.dtype = getattr(torch, self.config.runtime.dtype)
-        self.target = LlamaDecoder(artefacts.target(), "target", dtype=self._dtype, device=self.device)
+        target = LlamaDecoder(artefacts.target(), "target", dtype=self._dtype, device=self.device)
+        self.target = trimmed(target, artefacts.tokenizer.vocab_size)
         self._drafters: dict[str, Drafter] = {}
         ends = set(end_tokens(artefacts.model_folder("target")))
         if artefacts.tokenizer.end_of_text is not None:
@@ -52,9 +55,15 @@ class Pair:
         self.rule = rule_of(self.config.decoding)
         self.threads = self._choose_threads()
 
-    def _draft(self, name: str) -> LlamaDecoder:
-        """A drafter's model, laid out for decoding."""
-        return LlamaDecoder(self.artefacts.draft(name), f"drafter {name}", dtype=self._dtype, device=self.device)
+    def _draft(self, name: str) -> CausalModel:
+        """A drafter's model, laid out for decoding, over the target's vocabulary."""
+        draft = LlamaDecoder(self.artefacts.draft(name), f"drafter {name}", dtype=self._dtype, device=self.device)
+        mapping = self.artefacts.mapping(name)
+        if mapping is None:
+            return trimmed(draft, self.target.vocab_size)
+        of = f"{mapping.num_shared:,} of the target's {mapping.vocab_size:,} tokens"
+        self.artefacts.narrate(f"{draft.name} drafts {of}, those that its own vocabulary has too")
+        return Intersected(draft, mapping)
 
     def drafter(self, name: str) -> Drafter:
         if name not in self._drafters:
@@ -70,7 +79,7 @@ class Pair:
             return DraftModel(draft, draft.name, self.device)
         if isinstance(config, MedusaConfig):
             heads = MedusaDecoder(self.artefacts.heads(name), dtype=self._dtype, device=self.device)
-            return MedusaDrafter(heads, f"drafter {name}")
+            return MedusaDrafter(heads, f"drafter {name}", self.target.vocab_size)
         return NgramDrafter(
             minimum=config.prompt_lookup_min,
             maximum=config.prompt_lookup_max,

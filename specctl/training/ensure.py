@@ -33,6 +33,7 @@ from specctl.models.checkpoint import load_checkpoint, weights_fingerprint
 from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads
 from specctl.models.medusa_checkpoint import load_heads
+from specctl.models.vocabulary import Mapping
 from specctl.tokenizer import Tokenizer
 from specctl.training.blocks import Blocks
 from specctl.training.checkpoints import REPORT, interrupted_at, read_report, refuse_changes, train_into, unfinished
@@ -85,15 +86,20 @@ class Artefacts:
         return self._model("target")
 
     def draft(self, name: str) -> Llama:
-        """A draft model, trained first if the run lacks it; refused if it does not fit the target."""
-        module = self._model(name)
-        target = self.target()
-        if module.shape.vocab_size != target.shape.vocab_size:
-            raise UsageError(
-                f"drafter {name} has {module.shape.vocab_size} vocabulary rows and the target "
-                f"{target.shape.vocab_size}; a pair needs one vocabulary"
-            )
-        return module
+        """A draft model, trained first if the run lacks it; refused if its tokenizer does not fit the target's."""
+        return self._model(name)
+
+    def mapping(self, name: str) -> Mapping | None:
+        """How a drafter with a tokenizer of its own reads and writes the target's tokens; None for the same one."""
+        own = self._tokenizer_of(name)
+        return None if own.fingerprint() == self.tokenizer.fingerprint() else Mapping.between(self.tokenizer, own)
+
+    def _tokenizer_of(self, name: str) -> Tokenizer:
+        """The run's tokenizer, or that of a drafter's folder where it may differ."""
+        source = self._source(name)
+        if isinstance(source, DraftModelConfig) and source.path and source.vocabulary == "intersection":
+            return Tokenizer.load(Path(source.path))
+        return self.tokenizer
 
     def heads(self, name: str) -> MedusaHeads:
         """Medusa heads, trained first if the run lacks them; refused if they are of another target."""
@@ -129,10 +135,11 @@ class Artefacts:
             if self._source(name).path:
                 self._check_tokenizer(name, folder)
             module = load_checkpoint(folder).eval()
-            if self.tokenizer.vocab_size > module.shape.vocab_size:
+            num_entries = self._tokenizer_of(name).vocab_size
+            if num_entries > module.shape.vocab_size:
                 raise UsageError(
                     f"{name} has {module.shape.vocab_size} vocabulary rows and its tokenizer "
-                    f"{self.tokenizer.vocab_size} tokens; they do not belong together"
+                    f"{num_entries} tokens; they do not belong together"
                 )
             self._loaded[name] = module
         return self._loaded[name]
@@ -141,10 +148,18 @@ class Artefacts:
         if not folder.is_dir():
             raise UsageError(f"{name}: the checkpoint folder {folder} does not exist")
         other = Tokenizer.load(folder)
-        if other.fingerprint() != self.tokenizer.fingerprint():
-            difference = self.tokenizer.first_difference(other)
+        if other.fingerprint() == self.tokenizer.fingerprint():
+            return
+        num_shared = len(self.tokenizer.shared_with(other))
+        differs = (
+            f"{name}: the tokenizer in {folder} differs from the target's ({self.tokenizer.first_difference(other)})"
+        )
+        if not num_shared:
+            raise UsageError(f"{differs}, and they share no token; choose another draft")
+        if self._tokenizer_of(name) is self.tokenizer:
             raise UsageError(
-                f"{name}: the tokenizer in {folder} differs from the target's ({difference}); speculation needs one"
+                f"{differs}; speculation needs one, or the {num_shared:,} tokens that both have: "
+                f"drafters.{name}.vocabulary: intersection"
             )
 
     def _ensure_trained(self, name: str, source: Trainable) -> None:
