@@ -57,6 +57,14 @@ def test_the_facts_are_those_of_the_module(tokenizer: Tokenizer, tmp_path: Path,
     assert (facts.num_entries, facts.num_rows, facts.num_padding_rows) == (300, 320, 20)
 
 
+def test_an_output_matrix_that_is_tied_counts_once(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Some folders hold it nevertheless."""
+    module = write_model(tmp_path, tokenizer, tie_word_embeddings=False)
+    reword(tmp_path / "config.json", tie_word_embeddings=True)
+    (facts,) = inspect([Source(name="target", folder=tmp_path)], "float32").models
+    assert facts.num_parameters == module.num_parameters - module.lm_head.weight.numel()
+
+
 def write_shards(folder: Path, num_shards: int, num_bytes: int) -> None:
     """Sharded weights of which only the headers are written: the rest is a hole in the file."""
     names = [f"model-{index + 1:05}-of-{num_shards:05}.safetensors" for index in range(num_shards)]

@@ -251,9 +251,10 @@ def test_a_row_is_a_distribution_whatever_the_law_bans() -> None:
     for temperature in (0.0, 1.0, 3.0):
         probs = SamplingLaw(temperature=temperature, banned_token_ids=(0, 1, 4)).probs(row, seen)
         assert probs[[0, 1, 4]].sum() == 0 and abs(float(probs.sum()) - 1) < 1e-12
-    impossible = const((0.0, 0.5, 0.0, 0.0, 0.5), "draft")  # the draft knows its 1 and 4 alone, which nobody shares
-    probs = SamplingLaw().probs(Intersected(impossible, WIDE).session().extend(torch.tensor([[0]])).logits[0, 0], seen)
-    assert abs(float(probs.sum()) - 1) < 1e-12
+    impossible = const((0.0, 0.5, 0.0, 0.0, 0.5), "draft")  # the draft says its 1 and 4 alone, which nobody shares
+    for mapping in (WIDE, Mapping(2, {0: 3, 1: 0}, lambda token_id: ())):  # with others than the shared, and without
+        row = Intersected(impossible, mapping).session().extend(torch.tensor([[0]])).logits[0, 0]
+        assert abs(float(SamplingLaw().probs(row, seen).sum()) - 1) < 1e-12
 
 
 def test_bad_use_is_refused() -> None:
@@ -431,6 +432,16 @@ def test_whole_commands_with_another_tokenizer(tiny_copy: Run, tmp_path: Path) -
     assert rescored["figures"]["num_q"] > 100
 
 
+def test_texts_that_outgrow_the_draft_when_spelt_are_said_to_be_skipped(
+    tiny_copy: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both contexts are of 64 tokens, the target's own, and a text needs more of the draft's."""
+    monkeypatch.setattr(verdict, "CASES", verdict.CASES[:1])
+    foreign = f"drafters.foreign={{path: '{foreign_draft(tiny_copy, tmp_path, context=64)}', vocabulary: intersection}}"
+    answer = tiny_copy.specctl("verify", "--tokens", "200", "--drafter", "foreign", "--set", foreign)
+    assert answer.code == 0 and "come from a window of the draft's context" in answer.out
+
+
 def test_verify_sees_a_stale_token_in_the_drafts_cache(
     tiny_copy: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,12 +462,12 @@ def test_verify_sees_a_stale_token_in_the_drafts_cache(
     assert answer.code == 3 and "rows of q wrong" in answer.out
 
 
-def foreign_draft(run: Run, tmp_path: Path) -> Path:
+def foreign_draft(run: Run, tmp_path: Path, context: int = 256) -> Path:
     """A random draft with a tokenizer of its own, learned from other text, and rows of padding."""
     folder, tokenizer = tmp_path / "foreign", Tokenizer.train([TEXTS["prose"] * 2], 290)
     tokenizer.save(folder)
     shape = load_checkpoint(run.run_dir / "drafters" / "aligned").shape
-    module = Llama(replace(shape, vocab_size=tokenizer.vocab_size + 6, max_position_embeddings=256))
+    module = Llama(replace(shape, vocab_size=tokenizer.vocab_size + 6, max_position_embeddings=context))
     module.initialise(5)
     with torch.no_grad():
         module.lm_head.weight.mul_(20)
