@@ -175,14 +175,13 @@ class Tokenizer:
     @functools.cached_property
     def is_byte_level(self) -> bool:
         """Whether each token stands for fixed bytes (ours do; a SentencePiece vocabulary does not)."""
-        decoder = json.loads(self._backend.to_str()).get("decoder")
-        return decoder is not None and decoder["type"] == "ByteLevel"
+        return bool(self._written["decoder"].get("type") == "ByteLevel")
 
     @functools.cached_property
     def _is_sentencepiece(self) -> bool:
         """Whether tokens are text with U+2581 for a space, and <0x0A> and the like for single bytes."""
-        decoder = json.loads(self._backend.to_str()).get("decoder") or {}
-        steps = [step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step]
+        decoder = self._written["decoder"]
+        steps = [step.get("type") for step in decoder.get("decoders", [decoder])]
         return "ByteFallback" in steps or "Metaspace" in steps
 
     @functools.cached_property
@@ -200,8 +199,14 @@ class Tokenizer:
 
     @functools.cached_property
     def _merges(self) -> list[list[str]]:
-        merges = json.loads(self._backend.to_str())["model"].get("merges", [])
-        return [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in merges]
+        merges = self._written["merges"]
+        return [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+
+    @functools.cached_property
+    def _written(self) -> dict[str, Any]:
+        """The decoder and the merges as they stand in tokenizer.json; writing that takes a second for a large one."""
+        content = json.loads(self._backend.to_str())
+        return {"decoder": content.get("decoder") or {}, "merges": content["model"].get("merges", [])}
 
     @functools.cached_property
     def _special_ids(self) -> frozenset[int]:

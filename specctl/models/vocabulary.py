@@ -6,7 +6,7 @@ drafts nothing else, and whatever else the target wrote it reads spelt in its ow
 this law, so the output stays exact.
 Source: Timor et al. 2502.05202, section 3.3 (TLI, token-level intersection).
 
-Shapes: B sequences, T tokens, N rows asked for, V the target's vocabulary, S tokens in both. Knows nothing
+Shapes: B sequences, T tokens, N rows asked for, V the target's vocabulary. Knows nothing
 about drafters, sampling or files.
 """
 
@@ -61,7 +61,7 @@ class Mapping:
     """How a draft with another tokenizer reads and writes the target's tokens."""
 
     def __init__(self, vocab_size: int, shared: dict[int, int], spell: Callable[[int], Sequence[int]]) -> None:
-        """vocab_size: V. shared: {the target's id: the draft's}, one to one, S of them.
+        """vocab_size: V. shared: {the target's id: the draft's}, one to one.
 
         spell: the draft's ids for any other id of the target; none for one that it skips when it reads.
         Raises UsageError where nothing is shared.
@@ -69,7 +69,9 @@ class Mapping:
         if not shared:
             raise UsageError("the two vocabularies share no token")
         self.vocab_size, self.num_shared = vocab_size, len(shared)
-        self.target_ids, self.draft_ids = torch.tensor(sorted(shared.items())).unbind(1)  # [S] each
+        self.draft_ids = torch.tensor([shared.get(token_id, 0) for token_id in range(vocab_size)])  # [V]
+        absent = [0.0 if token_id in shared else _ABSENT for token_id in range(vocab_size)]
+        self.lowered = torch.tensor(absent)  # [V], what is added to a row
         self._spell = spell
         self._spelt: dict[int, Sequence[int]] = {token_id: (draft_id,) for token_id, draft_id in shared.items()}
 
@@ -112,7 +114,7 @@ class _IntersectedSession:
         self._spelt: list[int] = []  # the draft's tokens for all that was read
         self._ends: list[int] = []  # how many of them there are after each of the target's
         self._start = 0
-        self._target_ids, self._draft_ids = mapping.target_ids, mapping.draft_ids
+        self._draft_ids, self._lowered = mapping.draft_ids, mapping.lowered
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -145,7 +147,7 @@ class _IntersectedSession:
             until = self._make_room(done)
             rows += self._read(max(done, wanted), until, ids.device)
             done = until
-        logits = torch.cat(rows)[None]  # [1, N, V]
+        logits = (rows[0] if len(rows) == 1 else torch.cat(rows))[None]  # [1, N, V]
         return Forward(logits, logits[..., :0])
 
     def _make_room(self, done: int) -> int:
@@ -175,13 +177,13 @@ class _IntersectedSession:
 
     def _in_target_ids(self, logits: Tensor, places: list[int]) -> Tensor:
         """Rows of the draft's logits in the target's order, [N, V]; uniform before the first one."""
-        if self._target_ids.device != logits.device:
-            self._target_ids, self._draft_ids = (each.to(logits.device) for each in (self._target_ids, self._draft_ids))
-        rows = logits.new_full((len(places), self._mapping.vocab_size), _ABSENT)
-        num_before = sum(place < 0 for place in places)  # tokens that were skipped before anything was read
-        at = torch.tensor(places[num_before:], dtype=torch.int64, device=logits.device)
-        shared = logits.index_select(0, at).index_select(1, self._draft_ids).clamp_(min=_ABSENT)
-        rows[num_before:].index_copy_(1, self._target_ids, shared)
+        if self._lowered.device != logits.device or self._lowered.dtype != logits.dtype:
+            self._draft_ids, self._lowered = self._draft_ids.to(logits.device), self._lowered.to(logits)
+        if places != list(range(len(logits))):
+            at = torch.tensor(places, device=logits.device)
+            logits = logits.index_select(0, at.clamp(min=0))
+        rows = logits.index_select(1, self._draft_ids).add_(self._lowered).clamp_(min=_ABSENT)
+        rows[: sum(place < 0 for place in places)] = _ABSENT  # what was skipped before anything was read
         return rows
 
 

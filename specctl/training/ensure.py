@@ -60,6 +60,7 @@ class Artefacts:
             config, self._keeper, target=self.target, target_recipe=self._target_recipe, progress=progress
         )
         self._loaded: dict[str, Llama] = {}
+        self._tokenizers: dict[str, Tokenizer] = {}
         self._resumed: set[str] = set()
         self._trained: set[str] = set()
         run_folder.ensure_writable(self.folder)
@@ -95,11 +96,13 @@ class Artefacts:
         return None if own.fingerprint() == self.tokenizer.fingerprint() else Mapping.between(self.tokenizer, own)
 
     def _tokenizer_of(self, name: str) -> Tokenizer:
-        """The run's tokenizer, or that of a drafter's folder where it may differ."""
+        """The tokenizer of a draft model's folder; else the run's."""
         source = self._source(name)
-        if isinstance(source, DraftModelConfig) and source.path and source.vocabulary == "intersection":
-            return Tokenizer.load(Path(source.path))
-        return self.tokenizer
+        if name == "target" or not isinstance(source, DraftModelConfig) or not source.path:
+            return self.tokenizer
+        if name not in self._tokenizers:
+            self._tokenizers[name] = Tokenizer.load(self.model_folder(name))
+        return self._tokenizers[name]
 
     def heads(self, name: str) -> MedusaHeads:
         """Medusa heads, trained first if the run lacks them; refused if they are of another target."""
@@ -147,20 +150,19 @@ class Artefacts:
     def _check_tokenizer(self, name: str, folder: Path) -> None:
         if not folder.is_dir():
             raise UsageError(f"{name}: the checkpoint folder {folder} does not exist")
-        other = Tokenizer.load(folder)
+        other, source = self._tokenizer_of(name), self._source(name)
         if other.fingerprint() == self.tokenizer.fingerprint():
             return
-        num_shared = len(self.tokenizer.shared_with(other))
-        differs = (
-            f"{name}: the tokenizer in {folder} differs from the target's ({self.tokenizer.first_difference(other)})"
-        )
+        num_shared, difference = len(self.tokenizer.shared_with(other)), self.tokenizer.first_difference(other)
+        differs = f"{name}: the tokenizer in {folder} differs from the target's ({difference})"
         if not num_shared:
             raise UsageError(f"{differs}, and they share no token; choose another draft")
-        if self._tokenizer_of(name) is self.tokenizer:
-            raise UsageError(
-                f"{differs}; speculation needs one, or the {num_shared:,} tokens that both have: "
-                f"drafters.{name}.vocabulary: intersection"
-            )
+        if isinstance(source, DraftModelConfig) and source.vocabulary == "intersection":
+            return
+        raise UsageError(
+            f"{differs}; speculation needs one, or the {num_shared:,} tokens that both have: "
+            f"drafters.{name}.vocabulary: intersection"
+        )
 
     def _ensure_trained(self, name: str, source: Trainable) -> None:
         recipe, folder, resumed = self._recipe(name, source), self.model_folder(name), name in self._resumed
