@@ -106,6 +106,9 @@ class DraftModelConfig(Section):
     )
     training: TrainingConfig = TrainingConfig()
     path: str | None = Field(None, description="a checkpoint folder, used instead of training")
+    vocabulary: Literal["same", "intersection"] = Field(
+        "same", description="intersection: a path with another tokenizer drafts the tokens that both have"
+    )
 
 
 class MedusaTrainingConfig(TrainingConfig):

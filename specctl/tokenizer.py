@@ -10,6 +10,7 @@ import codecs
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
+_SPACE = "\u2581"  # what SentencePiece writes for a space
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -138,20 +141,66 @@ class Tokenizer:
         return None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a byte-level token adds to the text: none for special and unknown ids."""
+        """Return the bytes that a token adds to the text: none for special and unknown ids."""
         if token_id in self._special_ids or token_id not in self._tokens:
             return b""
         token = self._tokens[token_id]
+        if self._is_sentencepiece:
+            byte = _BYTE_TOKEN.fullmatch(token)
+            return bytes.fromhex(byte[1]) if byte else token.replace(_SPACE, " ").encode("utf-8")
         try:
             return bytes(_bytes_by_character()[character] for character in token)
         except KeyError:  # an added token: its text stands for itself
             return token.encode("utf-8")
 
+    def spell(self, text: bytes) -> list[int]:
+        """Return ids whose bytes joined are `text`, which may begin or end within a character; none if there are none.
+
+        The merges are applied to the whole of it, without splitting it into words first.
+        """
+        try:
+            if self._is_sentencepiece:
+                written = text.decode("utf-8").replace(" ", _SPACE)
+            else:
+                written = "".join(_characters_by_byte()[byte] for byte in text)
+            ids = [token.id for token in self._backend.model.tokenize(written)]
+        except Exception:  # half a character, or a plain Exception of the library for text that it has no tokens for
+            ids = []
+        if b"".join(map(self.token_bytes, ids)) == text:
+            return ids
+        singly = [self._ids_by_meaning.get(bytes([byte])) for byte in text]
+        return [token_id for token_id in singly if token_id is not None] if None not in singly else []
+
+    def shared_with(self, other: "Tokenizer") -> dict[int, int]:
+        """Map ids to the other's ids that mean the same, one to one: the same bytes, the same special token, the end.
+
+        Empty where the tokens of either do not stand for fixed bytes, as those of WordPiece.
+        """
+        if not all(each.is_byte_level or each._is_sentencepiece for each in (self, other)):
+            return {}
+        theirs = other._ids_by_meaning
+        return {token_id: theirs[meaning] for meaning, token_id in self._ids_by_meaning.items() if meaning in theirs}
+
     @functools.cached_property
     def is_byte_level(self) -> bool:
         """Whether each token stands for fixed bytes (ours do; a SentencePiece vocabulary does not)."""
-        decoder = json.loads(self._backend.to_str()).get("decoder")
-        return decoder is not None and decoder["type"] == "ByteLevel"
+        return bool(self._written["decoder"].get("type") == "ByteLevel")
+
+    @functools.cached_property
+    def _is_sentencepiece(self) -> bool:
+        """Whether tokens are text with U+2581 for a space, and <0x0A> and the like for single bytes."""
+        decoder = self._written["decoder"]
+        steps = [step.get("type") for step in decoder.get("decoders", [decoder])]
+        return "ByteFallback" in steps or "Metaspace" in steps
+
+    @functools.cached_property
+    def _ids_by_meaning(self) -> dict[bytes | str | None, int]:
+        """Ids by bytes, special ones by name and the end of text by None; of several that mean the same, the last."""
+        ids: dict[bytes | str | None, int] = {}
+        for token_id, token in sorted(self._tokens.items()):
+            meaning = self.token_bytes(token_id) or token
+            ids[None if token_id == self.end_of_text else meaning] = token_id
+        return ids
 
     @functools.cached_property
     def _tokens(self) -> dict[int, str]:
@@ -159,8 +208,14 @@ class Tokenizer:
 
     @functools.cached_property
     def _merges(self) -> list[list[str]]:
-        merges = json.loads(self._backend.to_str())["model"].get("merges", [])
-        return [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in merges]
+        merges = self._written["merges"]
+        return [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+
+    @functools.cached_property
+    def _written(self) -> dict[str, Any]:
+        """The decoder and the merges as they stand in tokenizer.json; writing that takes a second for a large one."""
+        content = json.loads(self._backend.to_str())
+        return {"decoder": content.get("decoder") or {}, "merges": content["model"].get("merges", [])}
 
     @functools.cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -235,3 +290,8 @@ def _bytes_by_character() -> dict[str, int]:
     others = (byte for byte in range(256) if byte not in printable)
     table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
     return table
+
+
+@functools.cache
+def _characters_by_byte() -> dict[int, str]:
+    return {byte: character for character, byte in _bytes_by_character().items()}

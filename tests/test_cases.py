@@ -6,6 +6,7 @@ stops stand in the tests of their modules.
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from specctl.chance import SeededChance
 from specctl.decoding import plain, speculative
 from specctl.errors import SpecctlError
 from specctl.experiments import timing
-from specctl.models.checkpoint import save_checkpoint
+from specctl.models.checkpoint import load_checkpoint, save_checkpoint
 from specctl.models.llama import Llama
 from specctl.sampling import SamplingLaw
 from specctl.stats import collect
@@ -47,14 +48,29 @@ def test_every_split_of_a_text_streams_byte_for_byte(text: str) -> None:
         assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
 
 
-def test_a_draft_with_rows_of_padding_is_refused(tiny_copy: Run, tmp_path: Path) -> None:
-    """65 rows beside 128 of which 63 are padding with large logits: they would be proposed."""
-    folder = tmp_path / "padded"
-    shutil.copytree(tiny_copy.run_dir / "drafters" / "aligned", folder)
-    module = random_llama(0, 0.2, vocab_size=363, hidden_size=32, max_position_embeddings=64).float()
-    save_checkpoint(module, folder, 0)
-    answer = tiny_copy.specctl("generate", "--drafter", "padded", "--set", f"drafters.padded={{path: '{folder}'}}")
-    assert answer.code == 2 and "363 vocabulary rows and the target 300" in answer.one_line
+def test_rows_of_padding_are_never_drafted_and_never_emitted(tiny_copy: Run, tmp_path: Path) -> None:
+    """Target and draft of one tokenizer, each with padding of its own, whose logits are the largest of all."""
+    folders = []
+    for name, num_rows in (("target", 320), ("drafters/aligned", 363)):
+        folder = tmp_path / f"padded {num_rows}"
+        shutil.copytree(tiny_copy.run_dir / name, folder)
+        module, entries = load_checkpoint(folder), tiny_copy.artefacts().tokenizer.vocab_size
+        wide = Llama(replace(module.shape, vocab_size=num_rows))
+        weights = module.state_dict()
+        for matrix in ("model.embed_tokens.weight", "lm_head.weight"):
+            padding = 50 * weights[matrix][:1].repeat(num_rows - entries, 1)
+            weights[matrix] = torch.cat((weights[matrix], padding))
+        wide.load_state_dict(weights)
+        save_checkpoint(wide, folder, 0)
+        folders.append(folder)
+    sets = ("--set", f"target.path={folders[0]}", "--set", f"drafters.aligned.path={folders[1]}")
+    for arguments in (("--drafter", "aligned"), ("--drafter", "none")):
+        common = ("--json", *arguments, "--set", "decoding.max_new_tokens=40")
+        padded = tiny_copy.specctl("generate", *common, *sets)
+        assert padded.code == 0, padded.err
+        assert padded.json["token_ids"] == tiny_copy.specctl("generate", *common).json["token_ids"]
+    logprobs = tiny_copy.specctl("generate", *common, *sets, "--set", "decoding.logprobs=2").json["logprobs"]
+    assert all(token_id < entries for token in logprobs for token_id, _ in token["alternatives"])
 
 
 def test_a_copy_of_the_target_accepts_everything_and_pays_for_it(

@@ -185,3 +185,88 @@ def test_transformers_loads_the_folder(tokenizer: Tokenizer, tmp_path: Path) -> 
         if END_OF_TEXT not in text:  # theirs reads the literal as the special token
             assert theirs.encode(text) == tokenizer.encode(text)
             assert theirs.decode(tokenizer.encode(text)) == text
+
+
+# Tokens of one tokenizer in another
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A vocabulary as SentencePiece's: U+2581 for spaces, <0x00> to <0xFF> for what it has no other token for."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers
+
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["a", "d", "e", "f", "h", "t", "\u2581", "\u2581t", "he", "\u2581the", "de", "def", "\u2581\u2581"]
+    merges = [("\u2581", "t"), ("h", "e"), ("\u2581t", "he"), ("d", "e"), ("de", "f"), ("\u2581", "\u2581")]
+    vocabulary = {piece: token_id for token_id, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.add_special_tokens(["<unk>", "</s>"])
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    backend.save(str(folder / "tokenizer.json"))
+    return Tokenizer.load(folder)
+
+
+TEXT = "def the  hat\n\té日🙂 the"
+
+
+def test_tokens_of_sentencepiece_stand_for_bytes(sentencepiece: Tokenizer) -> None:
+    ids = sentencepiece.encode(TEXT)
+    assert b"".join(map(sentencepiece.token_bytes, ids)) == TEXT.encode("utf-8")
+    assert sentencepiece.token_bytes(0) == sentencepiece.token_bytes(1) == b""
+    assert sentencepiece.token_bytes(2 + 0x0A) == b"\n"
+
+
+def test_any_bytes_are_spelt_in_any_tokenizer(
+    tokenizer: Tokenizer, byte_tokenizer: Tokenizer, sentencepiece: Tokenizer
+) -> None:
+    rng = random.Random(0)
+    pieces = [TEXT.encode("utf-8"), b"", b" ", *(rng.randbytes(rng.randint(1, 9)) for _ in range(200))]
+    pieces += [TEXT.encode("utf-8")[start : start + 3] for start in range(20)]
+    for each in (tokenizer, byte_tokenizer, sentencepiece):
+        for piece in pieces:
+            assert b"".join(map(each.token_bytes, each.spell(piece))) == piece
+    assert len(sentencepiece.spell(b" the")) == 1 and tokenizer.spell(b"def") == tokenizer.encode("def")
+
+
+def test_what_two_tokenizers_share(
+    tokenizer: Tokenizer, byte_tokenizer: Tokenizer, sentencepiece: Tokenizer, tmp_path: Path
+) -> None:
+    every = range(tokenizer.vocab_size)
+    assert tokenizer.shared_with(tokenizer) == {token_id: token_id for token_id in every}
+    assert len(tokenizer.shared_with(byte_tokenizer)) == 257
+    shared = tokenizer.shared_with(sentencepiece)
+    assert shared[0] == 1  # <|endoftext|> and </s>: both end a text
+    for mine, theirs in shared.items():
+        assert tokenizer.token_bytes(mine) == sentencepiece.token_bytes(theirs)
+    assert len(set(shared.values())) == len(shared) >= 257
+    theirs = shared[tokenizer.encode("d")[0]]  # the letter, not <0x64>
+    assert theirs == sentencepiece.encode("d")[0] != 2 + 0x64
+
+
+def test_special_tokens_are_shared_by_name_alone(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+
+    found = []
+    for number, specials in enumerate((["<s>", "<pad>"], ["<unk>", "<s>"])):
+        folder = tmp_path / str(number)
+        Tokenizer.train([CODE], 257).save(folder)
+        backend = Backend.from_file(str(folder / "tokenizer.json"))
+        backend.add_special_tokens(specials)
+        backend.save(str(folder / "tokenizer.json"))
+        found.append(Tokenizer.load(folder))
+    shared = found[0].shared_with(found[1])
+    assert shared.pop(257) == 258 and 258 not in shared
+    assert shared == {token_id: token_id for token_id in range(257)}
+
+
+def test_words_without_fixed_bytes_share_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    backend = Backend(models.WordPiece({"def": 0, "##ine": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.shared_with(Tokenizer.load(tmp_path)) == {} == Tokenizer.load(tmp_path).shared_with(tokenizer)

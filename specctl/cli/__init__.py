@@ -14,6 +14,7 @@ from specctl import __version__
 from specctl.cli.configs import configs
 from specctl.cli.experiments import break_it, sweep_k
 from specctl.cli.generation import generate
+from specctl.cli.inspection import inspect
 from specctl.cli.training import train_draft, train_medusa, train_mismatched, train_target
 from specctl.cli.verification import verify
 from specctl.errors import SpecctlError
@@ -35,6 +36,7 @@ app.command("generate", epilog="Example: specctl generate --prompt 'def read_' -
 app.command("sweep-k", epilog="Example: specctl sweep-k --drafter distilled --set sweep.repeats=5")(sweep_k)
 app.command("break-it", epilog="Example: specctl break-it --k 4 --temperature 1")(break_it)
 app.command("verify", epilog="Example: specctl verify --drafter distilled --tokens 500")(verify)
+app.command("inspect", epilog="Example: specctl inspect -c configs/tiny.yaml")(inspect)
 app.add_typer(configs)
 
 

@@ -27,9 +27,10 @@ class MedusaDrafter:
     prompt of one token there is no such row yet, and the first round drafts nothing.
     """
 
-    def __init__(self, heads: MedusaDecoder, name: str) -> None:
+    def __init__(self, heads: MedusaDecoder, name: str, vocab_size: int | None = None) -> None:
+        """vocab_size: leaves out the heads' rows beyond it, of a target with rows of padding."""
         self.name = name
-        self._heads = heads
+        self._heads, self._vocab_size = heads, vocab_size or heads.shape.vocab_size
         self._hidden: Tensor | None = None  # [D]
 
     def begin(self, prompt: Sequence[int], forward: Forward | None) -> None:
@@ -41,8 +42,8 @@ class MedusaDrafter:
         if limit > shape.num_heads:
             raise UsageError(f"{self.name} has {shape.num_heads} heads and cannot draft {limit} tokens; lower K")
         if self._hidden is None or limit <= 0:
-            return PointProposal(torch.empty(0, dtype=torch.int64, device=self._heads.device), shape.vocab_size)
-        logits = self._heads.logits(self._hidden, limit)  # [K, V]
+            return PointProposal(torch.empty(0, dtype=torch.int64, device=self._heads.device), self._vocab_size)
+        logits = self._heads.logits(self._hidden, limit)[:, : self._vocab_size]  # [K, V]
         drafted: list[Tensor] = []
         rows: list[Tensor] = []
         for head in range(limit):

@@ -24,6 +24,8 @@ from specctl.models.checkpoint import end_tokens
 from specctl.models.llama import Llama
 from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.medusa import MedusaDecoder
+from specctl.models.session import CausalModel
+from specctl.models.vocabulary import Intersected, trimmed
 from specctl.sampling import SamplingLaw
 from specctl.stopping import StopRules, VisibleText
 from specctl.tokenizer import TextStream
@@ -41,7 +43,7 @@ class Pair:
         self.device = choose_device(self.config)
         self._dtype: torch.dtype = getattr(torch, self.config.runtime.dtype)
         self._tuner = Tuner(artefacts.folder / "tuning.json", self.config.runtime.threads)
-        self.target = self._decoder(artefacts.target(), "target")
+        self.target = trimmed(self._decoder(artefacts.target(), "target"), artefacts.tokenizer.vocab_size)
         self._drafters: dict[str, Drafter] = {}
         ends = set(end_tokens(artefacts.model_folder("target")))
         if artefacts.tokenizer.end_of_text is not None:
@@ -52,9 +54,15 @@ class Pair:
         self.draft_law = self.law if draft_temperature is None else replace(self.law, temperature=draft_temperature)
         self.rule = rule_of(self.config.decoding)
 
-    def _draft(self, name: str) -> LlamaDecoder:
-        """A drafter's model, laid out for decoding."""
-        return self._decoder(self.artefacts.draft(name), f"drafter {name}")
+    def _draft(self, name: str) -> CausalModel:
+        """A drafter's model, laid out for decoding, over the target's vocabulary."""
+        draft = self._decoder(self.artefacts.draft(name), f"drafter {name}")
+        mapping = self.artefacts.mapping(name)
+        if mapping is None:
+            return trimmed(draft, self.target.vocab_size)
+        of = f"{mapping.num_shared:,} of the target's {mapping.vocab_size:,} tokens"
+        self.artefacts.narrate(f"{draft.name} drafts {of}, those that its own vocabulary has too")
+        return Intersected(draft, mapping)
 
     def _decoder(self, module: Llama, name: str) -> LlamaDecoder:
         decoder = LlamaDecoder(module, name, dtype=self._dtype, device=self.device)
@@ -85,7 +93,7 @@ class Pair:
             return DraftModel(draft, draft.name, self.device)
         if isinstance(config, MedusaConfig):
             heads = MedusaDecoder(self.artefacts.heads(name), dtype=self._dtype, device=self.device)
-            return MedusaDrafter(heads, f"drafter {name}")
+            return MedusaDrafter(heads, f"drafter {name}", self.target.vocab_size)
         return NgramDrafter(
             minimum=config.prompt_lookup_min,
             maximum=config.prompt_lookup_max,

@@ -1,17 +1,21 @@
 """Results as rich tables: numbers never cut, plain text in a pipe."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from specctl.experiments.break_it import BreakIt
-from specctl.experiments.generate_file import Generations, Totals
-from specctl.experiments.intervals import CategoryFigures, Interval
-from specctl.experiments.profile import Profile
-from specctl.experiments.sweep_k import Sweep
 from specctl.report.lossy import labelled
+
+if TYPE_CHECKING:  # they import torch, which `inspect` does without
+    from specctl.experiments.break_it import BreakIt
+    from specctl.experiments.generate_file import Generations, Totals
+    from specctl.experiments.intervals import CategoryFigures, Interval
+    from specctl.experiments.profile import Profile
+    from specctl.experiments.sweep_k import Sweep
 
 _UNLIMITED = 10_000  # columns; measured against less, a table claims to fit
 

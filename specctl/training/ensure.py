@@ -33,6 +33,7 @@ from specctl.models.checkpoint import load_checkpoint, weights_fingerprint
 from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads
 from specctl.models.medusa_checkpoint import load_heads
+from specctl.models.vocabulary import Mapping
 from specctl.tokenizer import Tokenizer
 from specctl.training.blocks import Blocks
 from specctl.training.checkpoints import REPORT, interrupted_at, read_report, refuse_changes, train_into, unfinished
@@ -59,6 +60,7 @@ class Artefacts:
             config, self._keeper, target=self.target, target_recipe=self._target_recipe, progress=progress
         )
         self._loaded: dict[str, Llama] = {}
+        self._tokenizers: dict[str, Tokenizer] = {}
         self._resumed: set[str] = set()
         self._trained: set[str] = set()
         run_folder.ensure_writable(self.folder)
@@ -85,15 +87,22 @@ class Artefacts:
         return self._model("target")
 
     def draft(self, name: str) -> Llama:
-        """A draft model, trained first if the run lacks it; refused if it does not fit the target."""
-        module = self._model(name)
-        target = self.target()
-        if module.shape.vocab_size != target.shape.vocab_size:
-            raise UsageError(
-                f"drafter {name} has {module.shape.vocab_size} vocabulary rows and the target "
-                f"{target.shape.vocab_size}; a pair needs one vocabulary"
-            )
-        return module
+        """A draft model, trained first if the run lacks it; refused if its tokenizer does not fit the target's."""
+        return self._model(name)
+
+    def mapping(self, name: str) -> Mapping | None:
+        """How a drafter with a tokenizer of its own reads and writes the target's tokens; None for the same one."""
+        own = self._tokenizer_of(name)
+        return None if own.fingerprint() == self.tokenizer.fingerprint() else Mapping.between(self.tokenizer, own)
+
+    def _tokenizer_of(self, name: str) -> Tokenizer:
+        """The tokenizer of a draft model's folder; else the run's."""
+        source = self._source(name)
+        if name == "target" or not isinstance(source, DraftModelConfig) or not source.path:
+            return self.tokenizer
+        if name not in self._tokenizers:
+            self._tokenizers[name] = Tokenizer.load(self.model_folder(name))
+        return self._tokenizers[name]
 
     def heads(self, name: str) -> MedusaHeads:
         """Medusa heads, trained first if the run lacks them; refused if they are of another target."""
@@ -129,10 +138,11 @@ class Artefacts:
             if self._source(name).path:
                 self._check_tokenizer(name, folder)
             module = load_checkpoint(folder).eval()
-            if self.tokenizer.vocab_size > module.shape.vocab_size:
+            num_entries = self._tokenizer_of(name).vocab_size
+            if num_entries > module.shape.vocab_size:
                 raise UsageError(
                     f"{name} has {module.shape.vocab_size} vocabulary rows and its tokenizer "
-                    f"{self.tokenizer.vocab_size} tokens; they do not belong together"
+                    f"{num_entries} tokens; they do not belong together"
                 )
             self._loaded[name] = module
         return self._loaded[name]
@@ -140,12 +150,19 @@ class Artefacts:
     def _check_tokenizer(self, name: str, folder: Path) -> None:
         if not folder.is_dir():
             raise UsageError(f"{name}: the checkpoint folder {folder} does not exist")
-        other = Tokenizer.load(folder)
-        if other.fingerprint() != self.tokenizer.fingerprint():
-            difference = self.tokenizer.first_difference(other)
-            raise UsageError(
-                f"{name}: the tokenizer in {folder} differs from the target's ({difference}); speculation needs one"
-            )
+        other, source = self._tokenizer_of(name), self._source(name)
+        if other.fingerprint() == self.tokenizer.fingerprint():
+            return
+        num_shared, difference = len(self.tokenizer.shared_with(other)), self.tokenizer.first_difference(other)
+        differs = f"{name}: the tokenizer in {folder} differs from the target's ({difference})"
+        if not num_shared:
+            raise UsageError(f"{differs}, and they share no token; choose another draft")
+        if isinstance(source, DraftModelConfig) and source.vocabulary == "intersection":
+            return
+        raise UsageError(
+            f"{differs}; speculation needs one, or the {num_shared:,} tokens that both have: "
+            f"drafters.{name}.vocabulary: intersection"
+        )
 
     def _ensure_trained(self, name: str, source: Trainable) -> None:
         recipe, folder, resumed = self._recipe(name, source), self.model_folder(name), name in self._resumed

@@ -18,6 +18,7 @@ from specctl.drafters.draft_model import DraftModel
 from specctl.experiments.verify.recording import Request, RoundRecord
 from specctl.experiments.verify.subject import Fresh, Subject
 from specctl.models.session import Forward
+from specctl.models.vocabulary import num_read
 from specctl.sampling import History, SamplingLaw
 
 OFF_PATH_STRIDE = 24
@@ -156,7 +157,7 @@ def _rescore_drafts(subject: Subject, request: Request, forward: Forward, figure
 def _read_through_window(subject: Subject, request: Request) -> bool:
     drafter = subject.clean.drafter
     assert isinstance(drafter, DraftModel)
-    return len(request.token_ids) > drafter.model.context_length
+    return num_read(drafter.model, request.token_ids) > drafter.model.context_length
 
 
 def _drafted_again(subject: Subject, fresh_draft: Fresh, request: Request) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,52 @@
+"""The command that looks at models without loading them: can these two speculate together?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specctl.cli.options import AsJson, ConfigPath, Overrides, load, narrate
+
+TargetFolder = Annotated[
+    Path | None, typer.Argument(metavar="[TARGET]", help="A model's folder; the run's if not given.")
+]
+DraftFolder = Annotated[Path | None, typer.Argument(metavar="[DRAFT]", help="The folder of a draft for it.")]
+
+
+def inspect(
+    target: TargetFolder = None,
+    draft: DraftFolder = None,
+    config: ConfigPath = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what models are and whether each draft can speculate with the target; exit code 3 if one cannot."""
+    from dataclasses import asdict
+
+    from specctl.errors import UsageError
+    from specctl.experiments.inspect import Source, sources_of
+    from specctl.experiments.inspect import inspect as run
+    from specctl.report.inspection import models_table, pair_line
+
+    if target and config:
+        raise UsageError("give folders or a run file (-c), not both")
+    loaded = load(config, overrides)
+    if target:
+        sources = [Source(name="target", folder=target)] + ([Source(name="draft", folder=draft)] if draft else [])
+    else:
+        sources, untrained = sources_of(loaded)
+        for name in untrained:
+            narrate(f"{name} is not trained yet and is left out")
+    found = run(sources, loaded.runtime.dtype)
+    if as_json:
+        from specctl.report.files import SCHEMA_VERSION, to_text
+
+        print(to_text({"schema_version": SCHEMA_VERSION, **asdict(found)}))
+    else:
+        from specctl.report.tables import make_console, print_tables
+
+        print_tables(make_console(), models_table(found))
+        for pair in found.pairs:
+            print(pair_line(pair))
+    if not found.can_speculate:
+        raise typer.Exit(3)
