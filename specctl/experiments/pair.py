@@ -21,9 +21,10 @@ from specctl.drafters.ngram import NgramDrafter
 from specctl.errors import UsageError
 from specctl.events import Event
 from specctl.hardware import num_cores
+from specctl.models.backend import decoder
 from specctl.models.checkpoint import end_tokens
-from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.medusa import MedusaDecoder
+from specctl.models.session import CausalModel
 from specctl.sampling import SamplingLaw
 from specctl.stopping import StopRules, VisibleText
 from specctl.tokenizer import TextStream
@@ -40,7 +41,7 @@ class Pair:
         self.artefacts, self.config = artefacts, artefacts.config
         self.device = choose_device(self.config)
         self._dtype: torch.dtype = getattr(torch, self.config.runtime.dtype)
-        self.target = LlamaDecoder(artefacts.target(), "target", dtype=self._dtype, device=self.device)
+        self.target = decoder(artefacts.target(), "target", dtype=self._dtype, device=self.device)
         self._drafters: dict[str, Drafter] = {}
         ends = set(end_tokens(artefacts.model_folder("target")))
         if artefacts.tokenizer.end_of_text is not None:
@@ -52,9 +53,9 @@ class Pair:
         self.rule = rule_of(self.config.decoding)
         self.threads = self._choose_threads()
 
-    def _draft(self, name: str) -> LlamaDecoder:
+    def _draft(self, name: str) -> CausalModel:
         """A drafter's model, laid out for decoding."""
-        return LlamaDecoder(self.artefacts.draft(name), f"drafter {name}", dtype=self._dtype, device=self.device)
+        return decoder(self.artefacts.draft(name), f"drafter {name}", dtype=self._dtype, device=self.device)
 
     def drafter(self, name: str) -> Drafter:
         if name not in self._drafters:

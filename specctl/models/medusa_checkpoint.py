@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save
 
 from specctl.errors import UsageError
+from specctl.models.backend import Module
 from specctl.models.checkpoint import read_weights, refuse_difference, weights_fingerprint
-from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads, MedusaShape
 from specctl.run_folder import read_json, write_atomic, write_json
 
@@ -23,7 +23,7 @@ FINGERPRINT = "target_weights_fingerprint"
 ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
 
 
-def save_heads(heads: MedusaHeads, folder: Path, target: Llama) -> None:
+def save_heads(heads: MedusaHeads, folder: Path, target: Module) -> None:
     """Write the folder in the layout of serving engines, with the fingerprint of the target's weights."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.detach().cpu().contiguous() for name, weight in heads.state_dict().items()}
@@ -39,7 +39,7 @@ def save_heads(heads: MedusaHeads, folder: Path, target: Llama) -> None:
     write_json(folder / "config.json", config)
 
 
-def load_heads(folder: Path, target: Llama) -> MedusaHeads:
+def load_heads(folder: Path, target: Module) -> MedusaHeads:
     """Load heads of either layout, widened to the target's dtype.
 
     Raises UsageError naming the file and the cause: missing, truncated or incomplete files, and heads
@@ -111,7 +111,7 @@ def _shape(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor
     )
 
 
-def _refuse_other_target(folder: Path, config: dict[str, Any], shape: MedusaShape, target: Llama) -> None:
+def _refuse_other_target(folder: Path, config: dict[str, Any], shape: MedusaShape, target: Module) -> None:
     for name in ("hidden_size", "vocab_size"):
         mine, theirs = getattr(target.shape, name), getattr(shape, name)
         if mine != theirs:
