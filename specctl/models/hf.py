@@ -43,7 +43,8 @@ class HFModule(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model.eval().requires_grad_(False)
+        self.model = model
+        self.eval().requires_grad_(False)
         parameters = inspect.signature(model.forward).parameters
         self._trims_logits = "logits_to_keep" in parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5
@@ -183,13 +184,17 @@ def load_module(folder: Path, dtype: torch.dtype) -> HFModule:
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
             )
         except Exception as error:  # the library raises whatever a broken file makes it raise
             raise UsageError(f"{folder} cannot be loaded by transformers: {_first_line(error)}") from None
     for problem, words in (("missing_keys", "lacks"), ("unexpected_keys", "has the foreign tensor")):
-        if names := sorted(map(str, report.get(problem) or ())):
+        if names := sorted(report.get(problem) or ()):
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise UsageError(f"{folder} {words} {names[0]}{more}; nothing was loaded")
+    for name, found, wanted in report.get("mismatched_keys") or ():
+        shapes = f"{list(found)}, config.json says {list(wanted)}"
+        raise UsageError(f"{folder} has {name} of shape {shapes}; nothing was loaded")
     try:
         with _quiet():
             module = HFModule(model)
