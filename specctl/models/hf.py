@@ -55,7 +55,7 @@ class HFModule(nn.Module):
         self.shape = HFShape(
             vocab_size=forward.logits.shape[-1],
             hidden_size=forward.hidden.shape[-1],
-            max_position_embeddings=_context_length(model.config),
+            max_position_embeddings=_context_length(model.config.get_text_config()),
         )
 
     def _take_hidden(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
@@ -238,7 +238,7 @@ def _model_class(folder: Path, kind: str) -> type[Any]:
             raise UsageError(f"{folder / 'config.json'} cannot be read by transformers: {_first_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(f"{folder} describes a {kind!r} model, which is no causal language model")
-    layers = set(getattr(config, "layer_types", None) or ())
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model_class: type[Any] = found[0] if isinstance(found, tuple) else found
     if getattr(model_class, "_is_stateful", False) or not layers <= _ATTENTION:
@@ -256,6 +256,10 @@ def _no_rollback(folder: Path, model_class: type[Any]) -> UsageError:
 def _context_length(config: Any) -> int:
     names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
     found = next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) == "longrope":
+        # Beyond it the angles are others, and keys that are cached by then keep theirs: no law to be true to.
+        found = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
     return found if found > 0 else UNLIMITED
 
 
