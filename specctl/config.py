@@ -19,11 +19,20 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
+Backend = Literal["auto", "native", "transformers"]
+
+
 class RuntimeConfig(Section):
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:N or mps")
     dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="of weights and caches in decoding")
+    compile: bool = Field(
+        False, description="decode through torch.compile: minutes at the start, told, and outside every timing"
+    )
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field(
         "auto", description="CPU threads; auto: all cores for training, the faster of 1 and all for decoding"
+    )
+    backend: Backend = Field(
+        "auto", description="what runs a model: our own decoder (native) or transformers; auto: native where it can"
     )
 
 
@@ -37,6 +46,9 @@ class CorpusConfig(Section):
     paths: tuple[str, ...] = Field((), description="files, folders and patterns such as notes/**/*.md")
     text_field: str = Field("text", min_length=1, description="the field of each .jsonl line that holds its text")
     generated_by: Literal["target"] | None = Field(None, description="text that the target itself writes")
+    prompts: str | None = Field(
+        None, description="a file of prompts that generated_by continues, in turn; stretches of target.corpus if none"
+    )
     num_tokens: int = Field(200_000, ge=1, description="tokens that generated_by writes")
     validation_fraction: float = Field(0.05, gt=0, lt=1, description="share of documents kept for validation")
 
@@ -44,6 +56,8 @@ class CorpusConfig(Section):
     def _one_source(self) -> "CorpusConfig":
         if sum(map(bool, (self.builtin, self.paths, self.generated_by))) != 1:
             raise ValueError("give one of builtin, paths and generated_by")
+        if self.prompts is not None and not self.generated_by:
+            raise ValueError("prompts: only text that the target writes begins with prompts; add generated_by: target")
         return self
 
 
@@ -93,7 +107,7 @@ class TargetConfig(Section):
     corpus: str | None = Field(None, description="name of the corpus to train on; also where prompts come from")
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
-    path: str | None = Field(None, description="a checkpoint folder, used instead of training")
+    path: str | None = Field(None, description="a checkpoint folder, or a hub id, used instead of training")
 
 
 class DraftModelConfig(Section):
@@ -105,7 +119,7 @@ class DraftModelConfig(Section):
         hidden_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, intermediate_size=192
     )
     training: TrainingConfig = TrainingConfig()
-    path: str | None = Field(None, description="a checkpoint folder, used instead of training")
+    path: str | None = Field(None, description="a checkpoint folder, or a hub id, used instead of training")
     vocabulary: Literal["same", "intersection"] = Field(
         "same", description="intersection: a path with another tokenizer drafts the tokens that both have"
     )

@@ -6,6 +6,7 @@ Turns a config and its artefacts into the objects that the decoding loops take.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 
 import torch
 
@@ -20,9 +21,9 @@ from specctl.drafters.ngram import NgramDrafter
 from specctl.errors import UsageError
 from specctl.events import Event
 from specctl.experiments.tuning import Tuner, Tuning
+from specctl.models.backend import Module, decoder
 from specctl.models.checkpoint import end_tokens
-from specctl.models.llama import Llama
-from specctl.models.llama_decoder import LlamaDecoder
+from specctl.models.compiled import CompiledLlama
 from specctl.models.medusa import MedusaDecoder
 from specctl.models.session import CausalModel
 from specctl.models.vocabulary import Intersected, trimmed
@@ -43,7 +44,7 @@ class Pair:
         self.device = choose_device(self.config)
         self._dtype: torch.dtype = getattr(torch, self.config.runtime.dtype)
         self._tuner = Tuner(artefacts.folder / "tuning.json", self.config.runtime.threads)
-        self.target = trimmed(self._decoder(artefacts.target(), "target"), artefacts.tokenizer.vocab_size)
+        self.target = trimmed(self._open(artefacts.target(), "target"), artefacts.tokenizer.vocab_size)
         self._drafters: dict[str, Drafter] = {}
         ends = set(end_tokens(artefacts.model_folder("target")))
         if artefacts.tokenizer.end_of_text is not None:
@@ -56,7 +57,7 @@ class Pair:
 
     def _draft(self, name: str) -> CausalModel:
         """A drafter's model, laid out for decoding, over the target's vocabulary."""
-        draft = self._decoder(self.artefacts.draft(name), f"drafter {name}")
+        draft = self._open(self.artefacts.draft(name), f"drafter {name}")
         mapping = self.artefacts.mapping(name)
         if mapping is None:
             return trimmed(draft, self.target.vocab_size)
@@ -64,10 +65,11 @@ class Pair:
         self.artefacts.narrate(f"{draft.name} drafts {of}, those that its own vocabulary has too")
         return Intersected(draft, mapping)
 
-    def _decoder(self, module: Llama, name: str) -> LlamaDecoder:
-        decoder = LlamaDecoder(module, name, dtype=self._dtype, device=self.device)
-        self._tuner.tune(decoder)
-        return decoder
+    def _open(self, module: Module, name: str) -> CausalModel:
+        """A model ready to decode, with the threads and layouts that suit this machine."""
+        model = decoder(module, name, dtype=self._dtype, device=self.device, compiled=self.config.runtime.compile)
+        self._tuner.tune(model)
+        return model
 
     @property
     def tuning(self) -> dict[str, Tuning]:
@@ -107,6 +109,19 @@ class Pair:
             if name != "none":
                 self._refuse_too_many(name, k)
                 self.drafter(name)
+        self.warm_up(names, [k])
+
+    def warm_up(self, names: Sequence[str], ks: Sequence[int]) -> None:
+        """Compile what decoding with these drafters and K runs, where runtime.compile asks for it, and say so."""
+        drafters = [self.drafter(name) for name in names if name != "none"]
+        models = [drafter.model for drafter in drafters if isinstance(drafter, DraftModel)]
+        lengths = [(self.target, {1, *(k + 1 for k in ks)}), *((model, {1, 2}) for model in models)]
+        for model, wanted in lengths:
+            if isinstance(model, CompiledLlama) and not wanted <= model.lengths:
+                self.artefacts.narrate(f"compiling {model.name}; it may take minutes, and counts in no timing")
+                started = perf_counter()
+                model.warm_up(wanted)
+                self.artefacts.narrate(f"compiled {model.name} in {perf_counter() - started:.0f} s")
 
     def num_heads(self, name: str) -> int | None:
         """The most tokens that a drafter drafts a round, None where there is no such number."""

@@ -62,6 +62,7 @@ def sweep_k(pair: Pair, drafter: str, progress: Progress | None = None, trace: T
     ks, work, seed = pair.ks(drafter), workload(pair), pair.config.seed
     if trace and not work.held_out:
         raise UsageError(f"--trace takes down prompts that are not timed. {work.note}")
+    pair.warm_up([drafter], ks)
     agreement: Agreement | None = None
     costs = None
     if ks[-1] > 0:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 
 from specctl.hardware import describe_hardware, describe_versions, num_cores
+from specctl.models.backend import Model
+from specctl.models.compiled import CompiledLlama
 from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.matrix import BLOCKS
 from specctl.run_folder import fingerprint, read_json, write_json
@@ -37,67 +39,76 @@ class Tuner:
         self._path, self._threads = path, threads
         self.chosen: dict[str, Tuning] = {}
 
-    def tune(self, decoder: LlamaDecoder) -> None:
-        """Give a decoder its threads and layouts. On a GPU there is nothing to choose."""
-        if decoder.device.type != "cpu":
+    def tune(self, model: Model) -> None:
+        """Give a model its threads and layouts. On a GPU there is nothing to choose."""
+        if model.device.type != "cpu":
             return
-        known, key = self._read(), self._key(decoder)
-        tuning = _read_tuning(known.get(key), decoder)
+        known, key = self._read(), self._key(model)
+        tuning = _read_tuning(known.get(key), model)
         if tuning is None:
-            tuning = _fastest(decoder, self._candidates())
-            write_json(self._path, {**known, key: {"model": decoder.name, **asdict(tuning)}})
-        _apply(tuning, decoder)
-        self.chosen[decoder.name] = tuning
+            tuning = _fastest(model, self._candidates(model))
+            write_json(self._path, {**known, key: {"model": model.name, **asdict(tuning)}})
+        _apply(tuning, model)
+        self.chosen[model.name] = tuning
 
-    def _candidates(self) -> list[int]:
+    def _candidates(self, model: Model) -> list[int]:
         if self._threads != "auto":
             return [self._threads]
         cores = num_cores()
+        if isinstance(model, CompiledLlama):  # compiled anew for each number of threads, which takes too long
+            return [cores]
         return sorted({1, max(1, cores // 2), cores})
 
-    def _key(self, decoder: LlamaDecoder) -> str:
+    def _key(self, model: Model) -> str:
         """All that a choice depends on, but for what else the machine does."""
         machine = describe_hardware("cpu", 0), describe_versions()["torch"]
-        return fingerprint([asdict(decoder.shape), str(decoder.dtype), self._threads, *machine])
+        return fingerprint([type(model).__name__, asdict(model.shape), str(model.dtype), self._threads, *machine])
 
     def _read(self) -> dict[str, Any]:
         found = read_json(self._path) if self._path.is_file() else {}
         return found if isinstance(found, dict) else {}
 
 
-def _read_tuning(entry: Any, decoder: LlamaDecoder) -> Tuning | None:
+def _read_tuning(entry: Any, model: Model) -> Tuning | None:
     """A kept choice, or None where there is none that fits."""
     if not isinstance(entry, dict):
         return None
     threads, layouts = entry.get("threads"), entry.get("layouts")
     if type(threads) is not int or threads < 1 or not isinstance(layouts, dict):
         return None
-    fits = layouts.keys() == decoder.layouts().keys() and all(block in (0, *BLOCKS) for block in layouts.values())
+    fits = layouts.keys() == _layouts(model).keys() and all(block in (0, *BLOCKS) for block in layouts.values())
     return Tuning(threads=threads, layouts=layouts) if fits else None
 
 
-def _fastest(decoder: LlamaDecoder, candidates: list[int]) -> Tuning:
+def _layouts(model: Model) -> dict[str, int]:
+    return model.layouts() if isinstance(model, LlamaDecoder) else {}
+
+
+def _fastest(model: Model, candidates: list[int]) -> Tuning:
     """The number of threads, with the layouts that suit it, in which a plain step and a verifying pass are fastest."""
     tunings = {}
+    if len(candidates) == 1 and not isinstance(model, LlamaDecoder):
+        return Tuning(threads=candidates[0], layouts={})
     for threads in candidates:
         torch.set_num_threads(threads)
-        tuning = Tuning(threads=threads, layouts=decoder.fastest_layouts())
-        _apply(tuning, decoder)
-        tunings[_seconds(decoder)] = tuning
+        tuning = Tuning(threads=threads, layouts=model.fastest_layouts() if isinstance(model, LlamaDecoder) else {})
+        _apply(tuning, model)
+        tunings[_seconds(model)] = tuning
     return tunings[min(tunings)]
 
 
-def _apply(tuning: Tuning, decoder: LlamaDecoder) -> None:
-    decoder.threads = tuning.threads
-    decoder.lay_out(tuning.layouts)
+def _apply(tuning: Tuning, model: Model) -> None:
+    model.threads = tuning.threads
+    if isinstance(model, LlamaDecoder):
+        model.lay_out(tuning.layouts)
 
 
-def _seconds(decoder: LlamaDecoder) -> float:
-    total, cached = 0.0, min(_CACHED_TOKENS, decoder.context_length - 1)
-    session = decoder.session()
+def _seconds(model: Model) -> float:
+    total, cached = 0.0, min(_CACHED_TOKENS, model.context_length - 1)
+    session = model.session()
     session.extend(torch.zeros(1, cached, dtype=torch.int64))
     for count in _TIMED_TOKENS:
-        times, ids = [], torch.zeros(1, min(count, decoder.context_length - cached), dtype=torch.int64)
+        times, ids = [], torch.zeros(1, min(count, model.context_length - cached), dtype=torch.int64)
         for _ in range(_TRIALS):
             started = perf_counter()
             session.extend(ids)

@@ -2,13 +2,13 @@
 
 The module's own layers as one function of tensors: positions are a tensor, and attention reads a cache of a
 fixed size whole, masked. So nothing about a pass changes but values, and the compiler may fuse and unroll or,
-on a GPU, record a graph. A cache that is full is doubled, which compiles the steps anew. Prompts run through
-the same function uncompiled.
+on a GPU, record a graph. A cache that is full is doubled, which compiles the steps anew. Passes that were not
+warmed up, such as those over prompts, run through the same function uncompiled.
 
 Shapes: B sequences, T tokens, S positions of the cache, V vocab, D width, Hkv key-value heads, Hd head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ from specctl.models.llama import Layer, Llama, rotary_table
 from specctl.models.session import Forward
 
 _FIRST_POSITIONS = 512
-_LONGEST_COMPILED = 16  # tokens a pass; longer ones read prompts
 _ON_CPU = {"freezing": True}  # weights become constants, packed for each product
 
 
@@ -29,6 +28,7 @@ class CompiledLlama:
     def __init__(self, module: Llama, name: str, *, dtype: torch.dtype, device: torch.device) -> None:
         self.name, self.shape, self.dtype, self.device = name, module.shape, dtype, device
         self.threads: int | None = None
+        self.lengths: set[int] = set()  # tokens of the passes that are compiled; any other runs as it is
         self.function = _Function(module).to(device, dtype).eval().requires_grad_(False)
         how: dict[str, object] = {"options": _ON_CPU} if device.type == "cpu" else {"mode": "reduce-overhead"}
         self.step: Callable[..., tuple[Tensor, Tensor]] = torch.compile(
@@ -46,10 +46,11 @@ class CompiledLlama:
     def session(self, batch_size: int = 1) -> "CompiledSession":
         return CompiledSession(self, batch_size)
 
-    def warm_up(self, lengths: tuple[int, ...]) -> None:
-        """Compile the passes over these numbers of tokens, before any is timed."""
+    def warm_up(self, lengths: Iterable[int]) -> None:
+        """Compile the passes over these numbers of tokens, where they are not; it takes up to minutes."""
         session = self.session()
-        for length in lengths:
+        for length in set(lengths) - self.lengths:
+            self.lengths.add(length)
             for _ in range(3):  # compiled, then run, on a GPU recorded
                 session.extend(torch.zeros(1, length, dtype=torch.int64, device=self.device))
                 session.keep((0,))
@@ -92,7 +93,7 @@ class CompiledSession:
             self._cache = grown
         if model.threads is not None:
             torch.set_num_threads(model.threads)
-        run = model.step if length <= _LONGEST_COMPILED else model.function
+        run = model.step if length in model.lengths else model.function
         logits, hidden = run(ids, torch.arange(start, end, device=ids.device), self._cache)
         if model.device.type != "cpu":  # a recorded graph writes to the same memory each time
             logits, hidden = logits.clone(), hidden.clone()

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save
 
 from specctl.errors import UsageError
+from specctl.models.backend import Module
 from specctl.models.checkpoint import weights_fingerprint
 from specctl.models.fields import Fields
-from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads, MedusaShape
 from specctl.models.weights import SINGLE, Weights, refuse_difference
 from specctl.run_folder import read_json, write_atomic, write_json
@@ -26,7 +26,7 @@ FINGERPRINT = "target_weights_fingerprint"
 ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
 
 
-def save_heads(heads: MedusaHeads, folder: Path, target: Llama) -> None:
+def save_heads(heads: MedusaHeads, folder: Path, target: Module) -> None:
     """Write the folder in the layout of serving engines, with the fingerprint of the target's weights."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.detach().cpu().contiguous() for name, weight in heads.state_dict().items()}
@@ -42,7 +42,7 @@ def save_heads(heads: MedusaHeads, folder: Path, target: Llama) -> None:
     write_json(folder / "config.json", config)
 
 
-def load_heads(folder: Path, target: Llama) -> MedusaHeads:
+def load_heads(folder: Path, target: Module) -> MedusaHeads:
     """Load heads of either layout, in the target's dtype.
 
     Raises UsageError naming the file and the cause: missing, truncated or incomplete files, and heads
@@ -121,7 +121,7 @@ def _shape(folder: Path, fields: Fields, num_layers: int, found: Mapping[str, tu
     )
 
 
-def _refuse_other_target(folder: Path, config: Mapping[str, Any], shape: MedusaShape, target: Llama) -> None:
+def _refuse_other_target(folder: Path, config: Mapping[str, Any], shape: MedusaShape, target: Module) -> None:
     for name in ("hidden_size", "vocab_size"):
         mine, theirs = getattr(target.shape, name), getattr(shape, name)
         if mine != theirs:

@@ -29,8 +29,9 @@ from specctl.config import (
 )
 from specctl.errors import UsageError
 from specctl.hardware import num_cores
-from specctl.models.checkpoint import load_checkpoint, weights_fingerprint
-from specctl.models.llama import Llama
+from specctl.models.backend import Module, choose_backend, load_module
+from specctl.models.checkpoint import weights_fingerprint
+from specctl.models.hf import find_folder
 from specctl.models.medusa import MedusaHeads
 from specctl.models.medusa_checkpoint import load_heads
 from specctl.models.vocabulary import Mapping
@@ -57,10 +58,16 @@ class Artefacts:
         self.config, self.folder, self.narrate = config, Path(config.run_dir), narrate
         self._keeper, self._progress = Keeper(narrate, may_train), progress
         self.text = RunText(
-            config, self._keeper, target=self.target, target_recipe=self._target_recipe, progress=progress
+            config,
+            self._keeper,
+            target=self.target,
+            target_recipe=self._target_recipe,
+            target_folder=lambda: self.model_folder("target"),
+            progress=progress,
         )
-        self._loaded: dict[str, Llama] = {}
+        self._loaded: dict[str, Module] = {}
         self._tokenizers: dict[str, Tokenizer] = {}
+        self._found: dict[str, Path] = {}
         self._resumed: set[str] = set()
         self._trained: set[str] = set()
         run_folder.ensure_writable(self.folder)
@@ -82,11 +89,11 @@ class Artefacts:
         if not source.path:
             self._ensure_trained(name, source)
 
-    def target(self) -> Llama:
+    def target(self) -> Module:
         """The target, trained first if the run lacks it."""
         return self._model("target")
 
-    def draft(self, name: str) -> Llama:
+    def draft(self, name: str) -> Module:
         """A draft model, trained first if the run lacks it; refused if its tokenizer does not fit the target's."""
         return self._model(name)
 
@@ -120,7 +127,9 @@ class Artefacts:
     def model_folder(self, name: str) -> Path:
         source = self._source(name)
         if source.path:
-            return Path(source.path)
+            if name not in self._found:
+                self._found[name] = find_folder(source.path)
+            return self._found[name]
         return self.folder / "target" if name == "target" else self.folder / "drafters" / name
 
     def _source(self, name: str) -> Trainable:
@@ -131,13 +140,13 @@ class Artefacts:
             raise UsageError(f"drafter {name} is of kind {source.kind} and has nothing to train")
         return source
 
-    def _model(self, name: str) -> Llama:
+    def _model(self, name: str) -> Module:
         if name not in self._loaded:
             self.ensure(name)
             folder = self.model_folder(name)
             if self._source(name).path:
                 self._check_tokenizer(name, folder)
-            module = load_checkpoint(folder).eval()
+            module = self._load(name, folder)
             num_entries = self._tokenizer_of(name).vocab_size
             if num_entries > module.shape.vocab_size:
                 raise UsageError(
@@ -146,6 +155,14 @@ class Artefacts:
                 )
             self._loaded[name] = module
         return self._loaded[name]
+
+    def _load(self, name: str, folder: Path) -> Module:
+        runtime = self.config.runtime
+        backend, reason = choose_backend(folder, runtime.backend)
+        if self._source(name).path:
+            place = f"behind transformers ({reason})" if reason else "in the native decoder"
+            self.narrate(f"{name} ({self._source(name).path}) runs {place}")
+        return load_module(folder, backend, getattr(torch, runtime.dtype))
 
     def _check_tokenizer(self, name: str, folder: Path) -> None:
         if not folder.is_dir():
@@ -238,7 +255,14 @@ class Artefacts:
             held_out,
             teacher=self.target() if training.loss != "ce" and name != "target" else None,
             shared=self._held_out(self.text.target_corpus, training) if others else held_out,
+            vocab_size=self._vocab_size(name),
         )
+
+    def _vocab_size(self, name: str) -> int:
+        """Rows of a model that is trained: a draft's are those of the target, which may be padded."""
+        if name == "target" or not self.config.target.path:
+            return self.tokenizer.vocab_size
+        return self.target().shape.vocab_size
 
     def _recipe(self, name: str, source: Trainable) -> dict[str, Any]:
         """All that decides what a trained model is."""
@@ -248,6 +272,8 @@ class Artefacts:
             recipe["heads"] = source.model_dump(include={"num_heads", "num_hidden_layers", "original_lm_head"})
         else:
             recipe["model"] = source.model.model_dump()
+            if (vocab_size := self._vocab_size(name)) != self.tokenizer.vocab_size:
+                recipe["vocab_size"] = vocab_size
         if name != "target" and (source.training.loss != "ce" or isinstance(source, MedusaConfig)):
             recipe["teacher"] = self._target_recipe()
         return recipe

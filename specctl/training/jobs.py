@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specctl.config import DraftModelConfig, MedusaConfig, TargetConfig
 from specctl.errors import UsageError
+from specctl.models.backend import Module
 from specctl.models.checkpoint import save_checkpoint
 from specctl.models.llama import Llama, LlamaShape
 from specctl.models.medusa import MedusaHeads, MedusaShape
@@ -37,18 +38,20 @@ def model_job(
     tokenizer: Tokenizer,
     held_out: Tensor,
     *,
-    teacher: Llama | None,
+    teacher: Module | None,
     shared: Tensor,
+    vocab_size: int,
 ) -> Job:
     """A language model.
 
     held_out: validation blocks of its own text; shared: of the target's. teacher: None for cross-entropy.
+    vocab_size: rows of its matrices, at least the tokenizer's entries.
     """
     training = source.training
     _refuse_long_blocks(training.block_size, source.model.max_position_embeddings, "the model's own")
     if teacher is not None:
         _refuse_long_blocks(training.block_size, teacher.shape.max_position_embeddings, "the target's")
-    module = Llama(LlamaShape(vocab_size=tokenizer.vocab_size, **source.model.model_dump()))
+    module = Llama(LlamaShape(vocab_size=vocab_size, **source.model.model_dump()))
     module.initialise(training.seed)
 
     def write(folder: Path) -> None:
@@ -72,7 +75,7 @@ def _refuse_long_blocks(block_size: int, context: int, whose: str) -> None:
         )
 
 
-def heads_job(source: MedusaConfig, target: Llama, held_out: Tensor) -> Job:
+def heads_job(source: MedusaConfig, target: Module, held_out: Tensor) -> Job:
     """Medusa heads on the frozen target."""
     _refuse_long_blocks(source.training.block_size, target.shape.max_position_embeddings, "the target's")
     target.requires_grad_(False)

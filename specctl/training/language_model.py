@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.config import TrainingConfig
+from specctl.models.backend import Module
 from specctl.models.llama import Llama
 from specctl.training.loop import Evaluation
 from specctl.training.losses import cross_entropy, divergence
@@ -24,7 +25,7 @@ class LanguageModelTask:
     module: Llama
     held_out: Tensor
     config: TrainingConfig
-    teacher: Llama | None = None
+    teacher: Module | None = None
 
     def __post_init__(self) -> None:
         self.module.dropout = self.config.dropout
@@ -33,8 +34,9 @@ class LanguageModelTask:
         if self.teacher is None:
             return text_loss(self.module, blocks)
         with torch.no_grad():
-            wanted = F.log_softmax(self.teacher(blocks[:, :-1]).logits, -1)
-        return divergence(self.config.loss, self.module(blocks[:, :-1]).logits, wanted)
+            logits = self.teacher(blocks[:, :-1]).logits
+        found = self.module(blocks[:, :-1]).logits
+        return divergence(self.config.loss, found, F.log_softmax(logits.to(found.dtype), -1))
 
     def evaluate(self) -> Evaluation:
         loss = validation_loss(self.module, self.held_out, self.config.batch_size)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.config import LossKind
-from specctl.models.llama import Llama
+from specctl.models.backend import Module
 from specctl.models.medusa import MedusaHeads
 from specctl.training.loop import Evaluation
 from specctl.training.losses import cross_entropy, divergence
@@ -29,7 +29,7 @@ class MedusaTask:
     """A `Task` of the training loop. held_out: validation blocks [N, T + 1], longer than the heads look ahead."""
 
     module: MedusaHeads
-    target: Llama
+    target: Module
     held_out: Tensor
     batch_size: int
     loss_kind: LossKind
@@ -51,8 +51,8 @@ class MedusaTask:
     @torch.no_grad()
     def _read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The frozen target's hidden states [B, T, D] and logits [B, T, V]."""
-        forward = self.target(blocks[:, :-1])
-        return forward.hidden, forward.logits
+        forward, dtype = self.target(blocks[:, :-1]), next(self.module.parameters()).dtype
+        return forward.hidden.to(dtype), forward.logits.to(dtype)
 
     def _predictions(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The logits of each head at every position that it can be judged at, [B, T - 1 - i, V]."""

@@ -1,9 +1,11 @@
 """A run's text: the survey of each corpus, the tokenizer, and token ids, made once and kept in the run folder.
 
 A corpus is text from somewhere, or what the target itself writes; either way its token ids lie in
-`tokens/NAME/`, beside the recipe that they were made by. Knows nothing about how models are trained.
+`tokens/NAME/`, beside the recipe that they were made by. What the target has written of an unfinished
+corpus lies in `tokens/.NAME.parts/`, likewise, and is gone on with. Knows nothing about how models are trained.
 """
 
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cached_property
@@ -22,28 +24,35 @@ from specctl.corpus import (
     training_sample,
     write_token_ids,
 )
-from specctl.errors import UsageError
-from specctl.models.llama import Llama
+from specctl.errors import Interrupted, UsageError
+from specctl.models.backend import Module, writer
+from specctl.models.checkpoint import end_tokens
+from specctl.prompts import Prompt, fingerprint_prompts, read_prompts
 from specctl.tokenizer import Tokenizer
 from specctl.training.blocks import TokenIds
-from specctl.training.generated_text import write_generated_ids
+from specctl.training.generated_text import Prompts, in_turn, num_done, stretches, write_generated_ids
 from specctl.training.keeper import Keeper
 
 
 class RunText:
-    """target, target_recipe: the model that writes a generated corpus, and all that decides what it is."""
+    """target, target_recipe: the model that writes a generated corpus, and all that decides what it is.
+
+    target_folder: where it lies.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         keeper: Keeper,
         *,
-        target: Callable[[], Llama],
+        target: Callable[[], Module],
         target_recipe: Callable[[], dict[str, Any]],
+        target_folder: Callable[[], Path],
         progress: bool,
     ) -> None:
         self._config, self._folder, self._keeper = config, Path(config.run_dir), keeper
         self._target, self._target_recipe, self._progress = target, target_recipe, progress
+        self._target_folder = target_folder
         self._surveys: dict[str, Survey] = {}
 
     @property
@@ -55,7 +64,7 @@ class RunText:
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer: the target folder's where target.path is given, else trained here."""
         if self._config.target.path:
-            return Tokenizer.load(Path(self._config.target.path))
+            return Tokenizer.load(self._target_folder())
         corpus, vocab_size = self._config.tokenizer.corpus or self.target_corpus, self._config.tokenizer.vocab_size
         source, surveyed = self._config.corpora[corpus], self._survey(corpus)
         recipe = {
@@ -78,6 +87,12 @@ class RunText:
             "validation_fraction": source.validation_fraction,
             "tokenizer": self.tokenizer.fingerprint(),
         }
+        if source.prompts is not None:
+            prompts = {
+                "file": fingerprint_prompts(self._prompts(source)),
+                "seed": self._config.target.training.seed,
+            }
+            return {**recipe, "num_tokens": source.num_tokens, "prompts": prompts, "writer": self._target_recipe()}
         if source.generated_by:
             prompts = {
                 "text": self._survey(self.target_corpus).fingerprint,
@@ -108,22 +123,51 @@ class RunText:
             write_token_ids(new, corpus, pieces, self.tokenizer, num_characters=total, progress=self._progress)
 
     def _generate(self, corpus: str, source: CorpusConfig, folder: Path, recipe: dict[str, Any]) -> None:
+        model = writer(self._target())
+        prompts = self._prompts_for(corpus, source, model.context_length)
+        parts = folder.with_name(f".{folder.name}.parts")
+        found = run_folder.read_recipe(parts)
+        done = num_done(parts) if found is not None and not run_folder.differences(found, recipe) else 0
+        so_far = f", {done:,} of them are written" if done else ""
+        self._keeper.announce(folder, f"generating {corpus} with the target ({source.num_tokens:,} tokens{so_far})")
+        with run_folder.replacing(folder, recipe) as new:
+            if not done:
+                shutil.rmtree(parts, ignore_errors=True)
+                run_folder.write_json(parts / run_folder.RECIPE, recipe)
+            try:
+                write_generated_ids(
+                    new,
+                    corpus,
+                    model,
+                    prompts,
+                    parts=parts,
+                    num_tokens=source.num_tokens,
+                    validation_fraction=source.validation_fraction,
+                    end_of_text=self.tokenizer.end_of_text,
+                    seed=self._config.target.training.seed,
+                    progress=self._progress,
+                )
+            except KeyboardInterrupt:
+                raise Interrupted(
+                    f"{corpus}: interrupted; {num_done(parts):,} of {source.num_tokens:,} tokens are kept, and the "
+                    "same command goes on from there"
+                ) from None
+        shutil.rmtree(parts, ignore_errors=True)
+
+    def _prompts(self, source: CorpusConfig) -> list[Prompt]:
+        assert source.prompts is not None
+        return read_prompts(Path(source.prompts).expanduser())
+
+    def _prompts_for(self, corpus: str, source: CorpusConfig, context_length: int) -> Prompts:
+        """What a corpus that the target writes begins with."""
+        if source.prompts is not None:
+            encoded = self.tokenizer.encode_batch([prompt.text for prompt in self._prompts(source)])
+            ends = {*end_tokens(self._target_folder()), self.tokenizer.end_of_text}
+            return in_turn(encoded, context_length, frozenset(end for end in ends if end is not None))
         corpus_ids = self.token_ids(self.target_corpus, "train")
         if not len(corpus_ids):
             raise UsageError(f"the train split of {self.target_corpus} has no tokens to begin {corpus} with")
-        self._keeper.announce(folder, f"generating {corpus} with the target ({source.num_tokens:,} tokens)")
-        with run_folder.replacing(folder, recipe) as new:
-            write_generated_ids(
-                new,
-                corpus,
-                self._target(),
-                corpus_ids,
-                num_tokens=source.num_tokens,
-                validation_fraction=source.validation_fraction,
-                end_of_text=self.tokenizer.end_of_text,
-                seed=self._config.target.training.seed,
-                progress=self._progress,
-            )
+        return stretches(corpus_ids, context_length)
 
     def _survey(self, corpus: str) -> Survey:
         """What reading a corpus told; read again only when the name, size or time of one of its files changed."""

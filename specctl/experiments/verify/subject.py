@@ -19,6 +19,7 @@ from specctl.drafters.base import Drafter
 from specctl.drafters.draft_model import DraftModel
 from specctl.drafters.ngram import NgramDrafter
 from specctl.events import Event
+from specctl.models.backend import Module
 from specctl.models.llama import Llama
 from specctl.models.session import CausalModel, Forward
 from specctl.sampling import SamplingLaw
@@ -117,9 +118,12 @@ def through_empty_session(model: CausalModel) -> Fresh:
     return fresh
 
 
-def through_module(module: Llama, dtype: torch.dtype, device: torch.device) -> Fresh:
-    """The module that is trained and saved: it shares no line with the decoder and has no cache at all."""
-    own = copy.deepcopy(module).to(device, dtype).eval()
+def through_module(module: Module, dtype: torch.dtype, device: torch.device) -> Fresh:
+    """The module that is trained and saved: it shares no line with the decoder and has no cache at all.
+
+    A model behind transformers is itself, without its cache.
+    """
+    own = copy.deepcopy(module).to(device, dtype).eval() if isinstance(module, Llama) else module
 
     @torch.inference_mode()
     def fresh(ids: Tensor) -> Forward:

@@ -23,6 +23,7 @@ from specctl.experiments.verify.rescore import RescoreFigures
 from specctl.experiments.verify.sampling_law import SamplingFigures
 from specctl.experiments.verify.subject import Parts, Subject, subject, through_module
 from specctl.experiments.workload import workload
+from specctl.models.hf import HFModel
 from specctl.models.llama_decoder import LlamaDecoder
 
 NUM_TOKENS = 20_000
@@ -146,10 +147,11 @@ def subject_of(pair: Pair, name: str) -> Subject:
     if law.temperature == 0:
         law, draft_law = (replace(each, temperature=each.temperature or 1.0) for each in (law, draft_law))
     exact = dtype in (torch.float32, torch.float64)  # in half precision only the same weights give the same rows
+    repeatable = (LlamaDecoder, HFModel) if exact else (HFModel,)
     fresh_target = fresh_draft = None
-    if exact and isinstance(pair.target, LlamaDecoder):
+    if isinstance(pair.target, repeatable):
         fresh_target = through_module(pair.artefacts.target(), dtype, pair.device)
-    if exact and isinstance(drafter, DraftModel) and isinstance(drafter.model, LlamaDecoder):
+    if isinstance(drafter, DraftModel) and isinstance(drafter.model, repeatable):
         fresh_draft = through_module(pair.artefacts.draft(name), dtype, pair.device)
     parts = Parts(target=pair.target, drafter=drafter, law=law, draft_law=draft_law, rule=pair.rule, device=pair.device)
     return subject(parts, fresh_target=fresh_target, fresh_draft=fresh_draft, dtype=dtype)

@@ -1,0 +1,59 @@
+"""Which of the two runs a checkpoint: the native decoder, or transformers.
+
+The one place that decides. Knows nothing about drafters, text or run folders.
+"""
+
+from pathlib import Path
+
+import torch
+
+from specctl.config import Backend
+from specctl.errors import UsageError
+from specctl.models.checkpoint import load_checkpoint
+from specctl.models.compiled import CompiledLlama
+from specctl.models.families import CONFIG, read_config, why_not_native
+from specctl.models.hf import HFModel, HFModule
+from specctl.models.hf import load_module as load_hf
+from specctl.models.llama import Llama
+from specctl.models.llama_decoder import LlamaDecoder
+from specctl.models.session import CausalModel
+
+Module = Llama | HFModule  # what is loaded, frozen, and can teach
+
+
+def choose_backend(folder: Path, wanted: Backend) -> tuple[Backend, str | None]:
+    """(native or transformers, why not native if it is not). A folder without a config is left to the loader."""
+    if wanted == "transformers":
+        return "transformers", "runtime.backend asks for it"
+    if wanted == "native" or not (folder / CONFIG).is_file():
+        return "native", None
+    reason = why_not_native(read_config(folder))
+    return ("transformers", reason) if reason else ("native", None)
+
+
+def load_module(folder: Path, backend: Backend, dtype: torch.dtype) -> Module:
+    """Load a checkpoint for a backend. dtype: of a model behind transformers; a native one is widened to float32."""
+    return load_hf(folder, dtype) if backend == "transformers" else load_checkpoint(folder).eval()
+
+
+Model = LlamaDecoder | CompiledLlama | HFModel  # what decodes with it
+
+
+def decoder(module: Module, name: str, *, dtype: torch.dtype, device: torch.device, compiled: bool = False) -> Model:
+    """A module ready to decode. dtype: of a native one; one behind transformers was loaded in it.
+
+    Raises UsageError for a compiled model behind transformers.
+    """
+    if isinstance(module, Llama):
+        native = CompiledLlama if compiled else LlamaDecoder
+        return native(module, name, dtype=dtype, device=device)
+    if compiled:
+        raise UsageError(f"runtime.compile: {name} runs behind transformers and is not compiled; leave it out")
+    return HFModel(module, name, device=device)
+
+
+def writer(module: Module) -> CausalModel:
+    """The target as it writes text for others to learn from: where it lies, as exact as it was loaded."""
+    if isinstance(module, Llama):
+        return LlamaDecoder(module, "target", dtype=torch.float32, device=torch.device("cpu"))
+    return HFModel(module, "target")
