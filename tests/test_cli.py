@@ -19,7 +19,7 @@ from specctl.experiments.sweep_k import Sweep, SweepRow
 from specctl.report.tables import print_table, sweep_table
 from specctl.tokenizer import Tokenizer
 
-COMMON = {"schema_version", "config", "seed", "hardware", "versions"}
+COMMON = {"schema_version", "config", "seed", "hardware", "tuning", "versions"}
 GENERATE = {"text", "token_ids", "finish_reason", "drafter", "k", "temperature", "stats", "lossy", "logprobs"}
 STATS = {
     *("num_new_tokens", "num_rounds", "num_drafted", "num_accepted", "acceptance_rate", "conditional_acceptance"),
@@ -348,7 +348,7 @@ def cli_epilog(name: str) -> str:
 
 
 def test_every_command_is_tested_here() -> None:
-    assert {command.name for command in cli.app.registered_commands} == {*COMMANDS, "verify"}  # in test_verify.py
+    assert {command.name for command in cli.app.registered_commands} == {*COMMANDS, "verify", "inspect"}  # in their own files
 
 
 def test_version() -> None:
