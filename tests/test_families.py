@@ -234,7 +234,7 @@ def test_a_sliding_window_caps_the_context(case: str, changes: dict[str, Any], c
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "uses rope parameters that differ by layer"),
         ({"partial_rotary_factor": 0.5}, "uses partial_rotary_factor 0.5"),
         ({"quantization_config": {"quant_method": "awq"}}, "uses quantised weights (quantization_config)"),
-        ({"layer_types": ["linear_attention"]}, "uses layers of type ['linear_attention']"),
+        ({"layer_types": ["linear_attention"]}, "uses layers of type linear_attention"),
     ],
 )
 def test_what_the_decoder_lacks_is_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
