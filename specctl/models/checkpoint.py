@@ -1,7 +1,7 @@
 """Checkpoints are Hugging Face folders: config.json, model.safetensors, generation_config.json.
 
 Only safetensors is read or written, never a pickle. A folder loads whole or not at all.
-Knows nothing about tokenizers, families or how a model was made.
+Knows nothing about tokenizers or how a model was made; what a config.json means is `families`'s.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def open_checkpoint(folder: Path) -> tuple[LlamaShape, Weights]:
 
 
 def weights_fingerprint(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """16 hex digits for the weights of a module: names, shapes and 1,024 values of each, evenly spread."""
+    """16 hex digits for the weights of a module or a folder: names, shapes and 1,024 values of each, evenly spread."""
     samples = {}
     for name, weight in (model.state_dict() if isinstance(model, nn.Module) else model).items():
         flat = weight.detach().reshape(-1)

@@ -65,7 +65,7 @@ def why_not_native(config: Mapping[str, Any]) -> str | None:
         f"rope type {rope_type}": not nested and rope_type not in ("default", "linear", "llama3"),
         f"partial_rotary_factor {rotated}": rotated not in (None, 1),
         f"hidden_act {activation}": activation not in ("silu", "swish"),
-        f"layers of type {other_layers[:1]}": other_layers,
+        f"layers of type {', '.join(map(str, other_layers[:1]))}": other_layers,
         "quantised weights (quantization_config)": config.get("quantization_config"),
     }
     found = [name for name, present in unsupported.items() if present]
