@@ -69,7 +69,7 @@ class SeededChance:
 
 def leading_successes(uniforms: Tensor, probs: Tensor) -> Tensor:
     """Count the leading positions with u < p, [] int64, for uniforms and probs [K]."""
-    return (uniforms < probs).to(torch.int64).cumprod(0).sum()
+    return (uniforms < probs).cumprod(0).sum()
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:

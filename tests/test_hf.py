@@ -218,7 +218,7 @@ def test_each_path_says_what_runs_it(folder: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     made = artefacts(folder, tmp_path, lines=lines)
     made.target(), made.draft("llama")
-    assert f"target ({folder}/gpt2) runs behind transformers (gpt2 is no architecture" in lines[0]
+    assert f"target ({folder}/gpt2) runs behind transformers (its config.json describes a 'gpt2' model" in lines[0]
     assert lines[1] == f"llama ({folder}/llama) runs in the native decoder"
     assert choose_backend(folder / "llama", "transformers")[0] == "transformers"
 
@@ -232,7 +232,7 @@ def test_a_llama_runs_in_both(folder: Path, tmp_path: Path) -> None:
         kinds.append(type(pair.target))
     assert texts[0] == texts[1] and kinds == [LlamaDecoder, HFModel]
     answer = command(folder, tmp_path, "generate", "--set", "runtime.backend=native")
-    assert answer.code == 2 and "'gpt2' model; only the llama architecture is read" in answer.one_line
+    assert answer.code == 2 and "'gpt2' model, which the native decoder does not read" in answer.one_line
 
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def choose_backend(folder: Path, wanted: Backend) -> tuple[Backend, str | None]:
     if wanted == "native" or not (folder / CONFIG).is_file():
         return "native", None
     reason = why_not_native(read_config(folder))
-    return ("transformers", reason) if reason else ("native", None)
+    return ("transformers", f"its config.json {reason}") if reason else ("native", None)
 
 
 def load_module(folder: Path, backend: Backend, dtype: torch.dtype) -> Module:

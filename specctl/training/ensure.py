@@ -95,7 +95,9 @@ class Artefacts:
 
     def draft(self, name: str) -> Module:
         """A draft model, trained first if the run lacks it; refused if its tokenizer does not fit the target's."""
-        return self._model(name)
+        module = self._model(name)
+        self.target()  # a draft is of no use without
+        return module
 
     def mapping(self, name: str) -> Mapping | None:
         """How a drafter with a tokenizer of its own reads and writes the target's tokens; None for the same one."""
