@@ -21,7 +21,7 @@ from specctl.drafters.ngram import NgramDrafter
 from specctl.errors import UsageError
 from specctl.events import Event
 from specctl.experiments.tuning import Tuner, Tuning
-from specctl.models.backend import Module, decoder
+from specctl.models.backend import decoder
 from specctl.models.checkpoint import end_tokens
 from specctl.models.compiled import CompiledLlama
 from specctl.models.medusa import MedusaDecoder
@@ -44,7 +44,7 @@ class Pair:
         self.device = choose_device(self.config)
         self._dtype: torch.dtype = getattr(torch, self.config.runtime.dtype)
         self._tuner = Tuner(artefacts.folder / "tuning.json", self.config.runtime.threads)
-        self.target = trimmed(self._open(artefacts.target(), "target"), artefacts.tokenizer.vocab_size)
+        self.target = trimmed(self._open("target", "target"), artefacts.tokenizer.vocab_size)
         self._drafters: dict[str, Drafter] = {}
         ends = set(end_tokens(artefacts.model_folder("target")))
         if artefacts.tokenizer.end_of_text is not None:
@@ -57,7 +57,7 @@ class Pair:
 
     def _draft(self, name: str) -> CausalModel:
         """A drafter's model, laid out for decoding, over the target's vocabulary."""
-        draft = self._open(self.artefacts.draft(name), f"drafter {name}")
+        draft = self._open(name, f"drafter {name}")
         mapping = self.artefacts.mapping(name)
         if mapping is None:
             return trimmed(draft, self.target.vocab_size)
@@ -65,9 +65,10 @@ class Pair:
         self.artefacts.narrate(f"{draft.name} drafts {of}, those that its own vocabulary has too")
         return Intersected(draft, mapping)
 
-    def _open(self, module: Module, name: str) -> CausalModel:
+    def _open(self, name: str, label: str) -> CausalModel:
         """A model ready to decode, with the threads and layouts that suit this machine."""
-        model = decoder(module, name, dtype=self._dtype, device=self.device, compiled=self.config.runtime.compile)
+        module, compiled = self.artefacts.take(name), self.config.runtime.compile
+        model = decoder(module, label, dtype=self._dtype, device=self.device, compiled=compiled, use_up=True)
         self._tuner.tune(model)
         return model
 

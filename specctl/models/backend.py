@@ -31,22 +31,28 @@ def choose_backend(folder: Path, wanted: Backend) -> tuple[Backend, str | None]:
     return ("transformers", f"its config.json {reason}") if reason else ("native", None)
 
 
-def load_module(folder: Path, backend: Backend, dtype: torch.dtype) -> Module:
-    """Load a checkpoint for a backend. dtype: of a model behind transformers; a native one is widened to float32."""
-    return load_hf(folder, dtype) if backend == "transformers" else load_checkpoint(folder).eval()
+def load_module(folder: Path, backend: Backend, dtype: torch.dtype, native_dtype: torch.dtype | None = None) -> Module:
+    """Load a checkpoint for a backend. dtype: of a model behind transformers.
+
+    native_dtype: of a native one; float32 if None, in which it is trained with and compared.
+    """
+    return load_hf(folder, dtype) if backend == "transformers" else load_checkpoint(folder, native_dtype).eval()
 
 
 Model = LlamaDecoder | CompiledLlama | HFModel  # what decodes with it
 
 
-def decoder(module: Module, name: str, *, dtype: torch.dtype, device: torch.device, compiled: bool = False) -> Model:
+def decoder(
+    module: Module, name: str, *, dtype: torch.dtype, device: torch.device, compiled: bool = False, use_up: bool = False
+) -> Model:
     """A module ready to decode. dtype: of a native one; one behind transformers was loaded in it.
 
-    Raises UsageError for a compiled model behind transformers.
+    use_up: as in `LlamaDecoder`. Raises UsageError for a compiled model behind transformers.
     """
     if isinstance(module, Llama):
-        native = CompiledLlama if compiled else LlamaDecoder
-        return native(module, name, dtype=dtype, device=device)
+        if compiled:
+            return CompiledLlama(module, name, dtype=dtype, device=device)
+        return LlamaDecoder(module, name, dtype=dtype, device=device, use_up=use_up)
     if compiled:
         raise UsageError(f"runtime.compile: {name} runs behind transformers and is not compiled; leave it out")
     return HFModel(module, name, device=device)

@@ -40,7 +40,10 @@ class LayerMatrices:
 class LlamaDecoder:
     """A `CausalModel`. threads: CPU threads of its passes; None leaves them as they are."""
 
-    def __init__(self, module: Llama, name: str, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, module: Llama, name: str, *, dtype: torch.dtype, device: torch.device, use_up: bool = False
+    ) -> None:
+        """use_up: let go of each of the module's weights once it is laid out, so that they are held once."""
         self.name, self.shape, self.dtype, self.device = name, module.shape, dtype, device
         self.threads: int | None = None
         backbone = module.model
@@ -49,6 +52,10 @@ class LlamaDecoder:
             return weight.detach().to(device, dtype)
 
         self.embedding = move(backbone.embed_tokens.weight)  # [V, D]
+        self.lm_head = Matrix(move(module.lm_head.weight.t()))  # [D, V]; the largest goes first, while least is copied
+        self.norm_weight = move(_wide(backbone.norm.weight) * module.shape.hidden_size**0.5)
+        if use_up:
+            _empty(module.lm_head)
         self.layers: list[LayerMatrices] = []
         self.qk_norms: list[Tensor] = []  # [H + Hkv, Hd] a layer; none where q and k have no norms
         for layer in backbone.layers:
@@ -57,8 +64,8 @@ class LlamaDecoder:
             self.layers.append(matrices)
             if qk_norm is not None:
                 self.qk_norms.append(qk_norm)
-        self.norm_weight = move(_wide(backbone.norm.weight) * module.shape.hidden_size**0.5)
-        self.lm_head = Matrix(move(module.lm_head.weight.t()))  # [D, V]
+            if use_up:
+                _empty(layer)
         table = rotary_table(module.shape, dtype)[:, None, None]
         # Values turn by 1, so that k and v pass through one product: [S, 2, 1, Hd / 2].
         self.rotary = torch.cat([table, torch.ones_like(table)], dim=1).to(device)
@@ -152,6 +159,11 @@ def _fused(layer: Layer, shape: LlamaShape, move: Callable[[Tensor], Tensor]) ->
         down=alone(feed_forward.down_proj),
     )
     return matrices, qk_norm
+
+
+def _empty(module: nn.Module) -> None:
+    for weight in module.parameters():
+        weight.data = weight.data.new_empty(0)
 
 
 def _wide(weight: Tensor) -> Tensor:

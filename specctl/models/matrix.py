@@ -36,6 +36,11 @@ class Matrix:
             self._weight = weight.contiguous()
 
     @property
+    def is_timed(self) -> bool:
+        """Whether the layout makes a difference: float32 on a CPU."""
+        return self._weight.device.type == "cpu" and self._weight.dtype == torch.float32
+
+    @property
     def num_bytes(self) -> int:
         return self._weight.nbytes
 
@@ -105,17 +110,18 @@ def fastest_block(matrices: Sequence[Matrix]) -> int:
     """
     first = matrices[0]
     rows, columns = first.shape
-    weight = first.rows()
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or rows * columns < _SMALLEST:
+    if not first.is_timed or rows * columns < _SMALLEST:
         return 0
     some = matrices[: max(1, _TIMED_BYTES // (4 * rows * columns))]
-    seconds = {}
-    for block in (0, *BLOCKS):
-        if block and columns % block:
-            continue
-        candidates = [matrix.laid_out(block) for matrix in some]
-        seconds[block] = sum(_seconds(candidates, torch.ones(count, rows)) for count in _TIMED_ROWS)
+    blocks = [0, *(block for block in BLOCKS if columns % block == 0)]
+    seconds = {block: _seconds_laid_out(some, block) for block in blocks}
     return min(seconds, key=lambda block: seconds[block])
+
+
+def _seconds_laid_out(matrices: Sequence[Matrix], block: int) -> float:
+    """Of one row and of five; the copies are gone by the time that it returns."""
+    candidates = [matrix.laid_out(block) for matrix in matrices]
+    return sum(_seconds(candidates, torch.ones(count, matrices[0].shape[0])) for count in _TIMED_ROWS)
 
 
 def _seconds(matrices: Sequence[Matrix], x: Tensor) -> float:

@@ -11,6 +11,7 @@ was too (the best checkpoint so far); that is used as it is until `resume` is as
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from specctl.config import (
 from specctl.errors import UsageError
 from specctl.hardware import num_cores
 from specctl.models.backend import Module, choose_backend, load_module
-from specctl.models.checkpoint import weights_fingerprint
+from specctl.models.checkpoint import open_checkpoint, weights_fingerprint
 from specctl.models.hf import find_folder
+from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads
 from specctl.models.medusa_checkpoint import load_heads
 from specctl.models.vocabulary import Mapping
@@ -68,6 +70,7 @@ class Artefacts:
         self._loaded: dict[str, Module] = {}
         self._tokenizers: dict[str, Tokenizer] = {}
         self._found: dict[str, Path] = {}
+        self._told: set[str] = set()
         self._resumed: set[str] = set()
         self._trained: set[str] = set()
         run_folder.ensure_writable(self.folder)
@@ -98,6 +101,18 @@ class Artefacts:
         module = self._model(name)
         self.target()  # a draft is of no use without
         return module
+
+    def take(self, name: str) -> Module:
+        """A model to be laid out for decoding, in the run's dtype: "target" or a draft model, as `target` and `draft`.
+
+        A native one is read for this alone, so that laying it out may use it up, and what was kept is dropped.
+        """
+        if isinstance(self._loaded.get(name), Llama):
+            del self._loaded[name]
+        if name in self._loaded:
+            return self._loaded[name]
+        module = self._read(name, for_decoding=True)
+        return module if isinstance(module, Llama) else self._loaded.setdefault(name, module)
 
     def mapping(self, name: str) -> Mapping | None:
         """How a drafter with a tokenizer of its own reads and writes the target's tokens; None for the same one."""
@@ -144,27 +159,29 @@ class Artefacts:
 
     def _model(self, name: str) -> Module:
         if name not in self._loaded:
-            self.ensure(name)
-            folder = self.model_folder(name)
-            if self._source(name).path:
-                self._check_tokenizer(name, folder)
-            module = self._load(name, folder)
-            num_entries = self._tokenizer_of(name).vocab_size
-            if num_entries > module.shape.vocab_size:
-                raise UsageError(
-                    f"{name} has {module.shape.vocab_size} vocabulary rows and its tokenizer "
-                    f"{num_entries} tokens; they do not belong together"
-                )
-            self._loaded[name] = module
+            self._loaded[name] = self._read(name)
         return self._loaded[name]
 
-    def _load(self, name: str, folder: Path) -> Module:
-        runtime = self.config.runtime
-        backend, reason = choose_backend(folder, runtime.backend)
+    def _read(self, name: str, *, for_decoding: bool = False) -> Module:
+        """A model from its folder, made first if need be. for_decoding: a native one too in the run's dtype."""
+        self.ensure(name)
+        folder, runtime = self.model_folder(name), self.config.runtime
         if self._source(name).path:
+            self._check_tokenizer(name, folder)
+        backend, reason = choose_backend(folder, runtime.backend)
+        if self._source(name).path and name not in self._told:
+            self._told.add(name)
             place = f"behind transformers ({reason})" if reason else "in the native decoder"
             self.narrate(f"{name} ({self._source(name).path}) runs {place}")
-        return load_module(folder, backend, getattr(torch, runtime.dtype))
+        dtype = getattr(torch, runtime.dtype)
+        module = load_module(folder, backend, dtype, native_dtype=dtype if for_decoding else None)
+        num_entries = self._tokenizer_of(name).vocab_size
+        if num_entries > module.shape.vocab_size:
+            raise UsageError(
+                f"{name} has {module.shape.vocab_size} vocabulary rows and its tokenizer "
+                f"{num_entries} tokens; they do not belong together"
+            )
+        return module
 
     def _check_tokenizer(self, name: str, folder: Path) -> None:
         if not folder.is_dir():
@@ -280,10 +297,17 @@ class Artefacts:
             recipe["teacher"] = self._target_recipe()
         return recipe
 
+    @cached_property
+    def _target_fingerprint(self) -> str:
+        """Of a `path:` target's weights; a native one's are sampled on disk."""
+        folder = self.model_folder("target")
+        native = choose_backend(folder, self.config.runtime.backend)[0] == "native"
+        return weights_fingerprint(open_checkpoint(folder)[1] if native else self.target())
+
     def _target_recipe(self) -> dict[str, Any]:
         target = self.config.target
         if target.path:
-            return {"path": target.path, "weights": weights_fingerprint(self.target())}
+            return {"path": target.path, "weights": self._target_fingerprint}
         step = interrupted_at(self.model_folder("target"))
         return {**self._recipe("target", target), **({"interrupted_at": step} if step else {})}
 
