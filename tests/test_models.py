@@ -230,3 +230,29 @@ def test_a_broken_config_is_refused(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(UsageError, match=r"config\.json"):
         load_checkpoint(folder)
+
+
+def test_a_cache_that_grows_keeps_what_it_held() -> None:
+    """Memory is taken for 1,024 positions at first; a pass that crosses them, and one after a rollback to before."""
+    module = model(num_key_value_heads=2, max_position_embeddings=1300)
+    ids = torch.arange(1100)[None] * 7 % 19
+    with torch.inference_mode():
+        expected = module.eval()(ids).logits[0]
+    session = LlamaDecoder(module, "m", dtype=torch.float32, device=CPU).session()
+    session.extend(ids[:, :1020])
+    across = session.extend(ids[:, 1020:1030]).logits[0]
+    session.keep((1021,))
+    again = session.extend(ids[:, 1021:1100]).logits[0]
+    assert (across - expected[1020:1030]).abs().max() < 1e-4
+    assert (again - expected[1021:1100]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("length", [1, 5, 12])
+def test_bfloat16_is_float32_but_for_its_rounding(length: int, qk_norm: bool) -> None:
+    module = model(num_key_value_heads=2, qk_norm=qk_norm)
+    decoders = [LlamaDecoder(module, "m", dtype=dtype, device=CPU) for dtype in (torch.float32, torch.bfloat16)]
+    sessions = [decoder.session() for decoder in decoders]
+    for part in IDS.split(length, dim=1):
+        wide, narrow = (session.extend(part).logits.float() for session in sessions)
+        assert (wide - narrow).abs().max() < 0.1 * wide.abs().max()
