@@ -29,7 +29,8 @@ class RuntimeConfig(Section):
         False, description="decode through torch.compile: minutes at the start, told, and outside every timing"
     )
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field(
-        "auto", description="CPU threads; auto: all cores for training, the faster of 1 and all for decoding"
+        "auto",
+        description="CPU threads; auto: all cores for training; for decoding the fastest of one, half and all, timed once",
     )
     backend: Backend = Field(
         "auto", description="what runs a model: our own decoder (native) or transformers; auto: native where it can"

@@ -66,6 +66,13 @@ def test_an_entry_that_does_not_fit_is_made_again(tmp_path: Path, entry: object)
     assert json.loads(path.read_text())[key]["threads"] == 1
 
 
+def test_a_broken_file_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    path.write_text("{")
+    Tuner(path, 1).tune(decoder())
+    assert len(json.loads(path.read_text())) == 1
+
+
 @pytest.mark.parametrize("block", [0, 16, 32])
 def test_logits_do_not_depend_on_the_layout(block: int) -> None:
     plain, laid_out = decoder(), decoder()

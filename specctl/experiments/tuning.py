@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from specctl.errors import SpecctlError
 from specctl.hardware import describe_hardware, describe_versions, num_cores
 from specctl.models.backend import Model
 from specctl.models.compiled import CompiledLlama
@@ -65,7 +66,10 @@ class Tuner:
         return fingerprint([type(model).__name__, asdict(model.shape), str(model.dtype), self._threads, *machine])
 
     def _read(self) -> dict[str, Any]:
-        found = read_json(self._path) if self._path.is_file() else {}
+        try:
+            found = read_json(self._path) if self._path.is_file() else {}
+        except SpecctlError:  # broken, so everything is timed anew
+            return {}
         return found if isinstance(found, dict) else {}
 
 
