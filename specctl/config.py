@@ -30,7 +30,7 @@ class RuntimeConfig(Section):
     )
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field(
         "auto",
-        description="CPU threads; auto: all cores for training; for decoding the fastest of one, half and all, timed once",
+        description="CPU threads; auto: all cores for training; one, half or all for decoding, timed once",
     )
     backend: Backend = Field(
         "auto", description="what runs a model: our own decoder (native) or transformers; auto: native where it can"
