@@ -1,12 +1,9 @@
 """Layouts of a weight matrix: every one is the same product."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from specctl.models import matrix
-from specctl.models.matrix import BLOCKS, Matrix, fastest_block
+from specctl.models.matrix import BLOCKS, Matrix
 
 ROWS = (1, 2, 5, 40)
 
@@ -33,20 +30,8 @@ def test_every_layout_gives_the_same_product(block: int, count: int) -> None:
     assert torch.allclose(out, 3 * expected)
 
 
-def test_the_fastest_layout_is_the_one_that_took_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(matrices: list[Matrix], x: torch.Tensor) -> float:
-        return {0: 3.0, 16: 2.0, 32: 1.0}[matrices[0].block]
-
-    monkeypatch.setattr(matrix, "_seconds", seconds)
-    assert fastest_block([Matrix(torch.ones(128, 256))]) == 32
-    assert fastest_block([Matrix(torch.ones(128, 256 + 16))]) == 16  # 32 does not divide it
-    assert fastest_block([Matrix(torch.ones(128, 257))]) == 0
-
-
-@pytest.mark.parametrize("weight", [torch.ones(8, 32), torch.ones(128, 256, dtype=torch.float64)])
-def test_small_and_double_matrices_are_not_timed(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any) -> float:
-        raise AssertionError("timed")
-
-    monkeypatch.setattr(matrix, "_seconds", refuse)
-    assert fastest_block([Matrix(weight)]) == 0
+def test_blocks_are_for_large_float32_matrices_that_they_divide() -> None:
+    assert Matrix(torch.ones(128, 256)).takes(16) and Matrix(torch.ones(128, 256)).takes(32)
+    assert Matrix(torch.ones(128, 256 + 16)).takes(16) and not Matrix(torch.ones(128, 256 + 16)).takes(32)
+    assert not Matrix(torch.ones(8, 32)).takes(16)
+    assert not Matrix(torch.ones(128, 256, dtype=torch.float64)).takes(16)

@@ -48,6 +48,16 @@ def test_the_faster_number_of_threads_is_kept_and_used_again(tmp_path: Path, mon
     assert torch.get_num_threads() == 2
 
 
+def test_the_fastest_layout_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {(0, 0): 3.0, (16, 16): 1.0, (32, 32): 2.0}
+    monkeypatch.setattr(
+        tuning, "_seconds", lambda model: seconds[model.layouts()["gate_up"], model.layouts()["lm_head"]]
+    )
+    wide = decoder(hidden_size=128, intermediate_size=128, vocab_size=256)
+    Tuner(tmp_path / "tuning.json", 1).tune(wide)
+    assert wide.layouts() == {"qkv": 0, "out": 0, "gate_up": 16, "down": 16, "lm_head": 16}  # the first two are small
+
+
 def test_another_shape_or_setting_is_timed_anew(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     Tuner(path, 1).tune(decoder())

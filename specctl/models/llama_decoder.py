@@ -2,7 +2,7 @@
 
 What differs from the module, none of it in the logits beyond rounding: q, k and v, and gate and up,
 are one matrix each; the norms' weights, the root of the width that a norm multiplies with and the
-scale of attention are folded into the matrices; each matrix lies as `matrix.py` finds fastest; and
+scale of attention are folded into the matrices; each matrix lies in one of `matrix.py`'s layouts; and
 rows of q and k are ordered so that a rotated pair is adjacent. What a pass does is `llama_pass.py`'s.
 
 Shapes: B sequences, T tokens, N = B T rows, V vocab, D width, F feed-forward width, H heads, Hkv
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specctl.models.kv_cache import KVCache
 from specctl.models.llama import Layer, Llama, LlamaShape, rotary_table
 from specctl.models.llama_pass import LayerMatrices, Pass
-from specctl.models.matrix import Matrix, fastest_block
+from specctl.models.matrix import BLOCKS, Matrix
 from specctl.models.session import Forward
 
 _LONGEST_KEPT_PASS = 64  # tokens; longer passes read prompts, each of its own length
@@ -80,11 +80,14 @@ class LlamaDecoder:
         kinds = {name: getattr(layer, name).block for name in LayerMatrices.__slots__}
         return {**kinds, "lm_head": self.lm_head.block}
 
-    def fastest_layouts(self) -> dict[str, int]:
-        """What `lay_out` should be given on this machine with the threads that are set, found by timing."""
-        kinds = {name: [getattr(layer, name) for layer in self.layers] for name in LayerMatrices.__slots__}
-        with torch.inference_mode():
-            return {name: fastest_block(matrices) for name, matrices in {**kinds, "lm_head": [self.lm_head]}.items()}
+    def possible_layouts(self) -> list[dict[str, int]]:
+        """What `lay_out` may be given, plain rows first: each block size, where a kind of matrix takes it."""
+        kinds = {name: getattr(self.layers[0], name) for name in LayerMatrices.__slots__} | {"lm_head": self.lm_head}
+        found = [dict.fromkeys(kinds, 0)]
+        for block in BLOCKS:
+            layouts = {name: block if matrix.takes(block) else 0 for name, matrix in kinds.items()}
+            found += [layouts] if any(layouts.values()) else []
+        return found
 
     def lay_out(self, blocks: dict[str, int]) -> None:
         """Lay every matrix out anew; block sizes by kind."""

@@ -1,15 +1,14 @@
 """A weight matrix laid out for a few rows at a time, as decoding multiplies it.
 
 With one to ten rows a product is bound by reading the weights once. How close a library comes to that
-depends on the layout, the sizes, the number of rows and of threads, so the layout is chosen by timing:
+depends on the layout, the sizes, the number of rows and of threads, so `experiments/tuning.py` times them:
 `rows` ([in, out], one plain product) or blocks of columns ([out / c, in, c], a batch of small products,
 which threads share evenly and which pack nothing).
 
 Shapes: N rows, I in, O out, c columns of a block. Knows nothing about what is multiplied.
 """
 
-from collections.abc import Callable, Sequence
-from time import perf_counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,9 +18,6 @@ Bound = Callable[[], object]
 BLOCKS = (16, 32)  # columns of a block: two and four vectors of AVX2
 _MANY_ROWS = 32  # from here on a product is bound by arithmetic, and one plain product is the fastest
 _SMALLEST = 2**14  # weights below which a layout makes no difference
-_TIMED_BYTES = 2**26  # of one shape; more than the nearest caches hold
-_TIMED_ROWS = (1, 5)
-_TRIALS = 6
 
 
 class Matrix:
@@ -35,10 +31,11 @@ class Matrix:
         else:
             self._weight = weight.contiguous()
 
-    @property
-    def is_timed(self) -> bool:
-        """Whether the layout makes a difference: float32 on a CPU."""
-        return self._weight.device.type == "cpu" and self._weight.dtype == torch.float32
+    def takes(self, block: int) -> bool:
+        """Whether blocks of so many columns may be faster: float32 on a CPU, not too small, and they divide it."""
+        weight = self._weight
+        able = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= _SMALLEST
+        return able and self.shape[1] % block == 0
 
     @property
     def num_bytes(self) -> int:
@@ -101,34 +98,3 @@ class Matrix:
             out.add_(bias)
 
         return both
-
-
-def fastest_block(matrices: Sequence[Matrix]) -> int:
-    """The layout in which one row and five rows, through matrices of one shape, take the least time together.
-
-    All of them in turn, so that each is read from where it lies during decoding and not from a nearer cache.
-    """
-    first = matrices[0]
-    rows, columns = first.shape
-    if not first.is_timed or rows * columns < _SMALLEST:
-        return 0
-    some = matrices[: max(1, _TIMED_BYTES // (4 * rows * columns))]
-    blocks = [0, *(block for block in BLOCKS if columns % block == 0)]
-    seconds = {block: _seconds_laid_out(some, block) for block in blocks}
-    return min(seconds, key=lambda block: seconds[block])
-
-
-def _seconds_laid_out(matrices: Sequence[Matrix], block: int) -> float:
-    """Of one row and of five; the copies are gone by the time that it returns."""
-    candidates = [matrix.laid_out(block) for matrix in matrices]
-    return sum(_seconds(candidates, torch.ones(count, matrices[0].shape[0])) for count in _TIMED_ROWS)
-
-
-def _seconds(matrices: Sequence[Matrix], x: Tensor) -> float:
-    times = []
-    for _ in range(_TRIALS):
-        started = perf_counter()
-        for matrix in matrices:
-            matrix(x)
-        times.append(perf_counter() - started)
-    return min(times)
