@@ -185,8 +185,8 @@ def _round(index: int, emitted: tuple[int, ...], seconds: float, logprobs: tuple
 
 def _to_host(verdict: Verdict, ids: Tensor) -> list[float]:
     """num_accepted, closing, health and the drafted ids in one device-to-host transfer."""
-    scalars = (verdict.num_accepted.view(1), verdict.closing, verdict.health.view(1), ids)
-    values: list[float] = torch.cat([part.double() for part in scalars]).tolist()
+    health = verdict.health.double().view(1)  # what is joined with it becomes float64 too, exact for ids up to 2^53
+    values: list[float] = torch.cat((verdict.num_accepted.view(1), verdict.closing, health, ids)).tolist()
     return values
 
 
