@@ -59,6 +59,7 @@ def test_rows_of_padding_are_never_drafted_and_never_emitted(tiny_copy: Run, tmp
         weights = module.state_dict()
         for matrix in ("model.embed_tokens.weight", "lm_head.weight"):
             padding = 50 * weights[matrix][:1].repeat(num_rows - entries, 1)
+            padding[::2] *= -1  # whichever sign the first row's logit has, a half of them is the largest
             weights[matrix] = torch.cat((weights[matrix], padding))
         wide.load_state_dict(weights)
         save_checkpoint(wide, folder, 0)
@@ -71,6 +72,8 @@ def test_rows_of_padding_are_never_drafted_and_never_emitted(tiny_copy: Run, tmp
         assert padded.json["token_ids"] == tiny_copy.specctl("generate", *common).json["token_ids"]
     logprobs = tiny_copy.specctl("generate", *common, *sets, "--set", "decoding.logprobs=2").json["logprobs"]
     assert all(token_id < entries for token in logprobs for token_id, _ in token["alternatives"])
+    written = tiny_copy.artefacts(sets[1], "corpora.own={generated_by: target, num_tokens: 300}")
+    assert max(written.text.token_ids("own", "train")) < entries  # nor in text that the target writes for a draft
 
 
 def test_a_copy_of_the_target_accepts_everything_and_pays_for_it(

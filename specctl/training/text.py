@@ -27,6 +27,7 @@ from specctl.corpus import (
 from specctl.errors import Interrupted, UsageError
 from specctl.models.backend import Module, writer
 from specctl.models.checkpoint import end_tokens
+from specctl.models.vocabulary import trimmed
 from specctl.prompts import Prompt, fingerprint_prompts, read_prompts
 from specctl.tokenizer import Tokenizer
 from specctl.training.blocks import TokenIds
@@ -123,7 +124,7 @@ class RunText:
             write_token_ids(new, corpus, pieces, self.tokenizer, num_characters=total, progress=self._progress)
 
     def _generate(self, corpus: str, source: CorpusConfig, folder: Path, recipe: dict[str, Any]) -> None:
-        model = writer(self._target())
+        model = trimmed(writer(self._target()), self.tokenizer.vocab_size)
         prompts = self._prompts_for(corpus, source, model.context_length)
         parts = folder.with_name(f".{folder.name}.parts")
         found = run_folder.read_recipe(parts)
