@@ -103,3 +103,21 @@ def test_what_a_run_compiles_is_said_and_nothing_twice(uncompiled: None, tiny: T
         for one in (pair, plain)
     ]
     assert texts[0] == texts[1]
+
+
+def test_decoding_compiles_nothing_that_the_warm_up_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing is real, code generation is left out."""
+    real = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: real(function, backend="eager", fullgraph=True, dynamic=False)
+    )
+    from torch._dynamo.utils import counters
+
+    mine = CompiledLlama(module(num_hidden_layers=1), "m", dtype=torch.float32, device=CPU)
+    mine.warm_up([1, 5])
+    before = counters["stats"]["unique_graphs"]
+    with torch.inference_mode():  # as in the decoding loops
+        session = mine.session()
+        for length in (7, 1, 5, 1):
+            session.extend(torch.arange(length)[None])
+    assert counters["stats"]["unique_graphs"] == before >= 2

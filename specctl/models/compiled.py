@@ -46,6 +46,7 @@ class CompiledLlama:
     def session(self, batch_size: int = 1) -> "CompiledSession":
         return CompiledSession(self, batch_size)
 
+    @torch.inference_mode()  # as the decoding loops run, or the compiler would start again in them
     def warm_up(self, lengths: Iterable[int]) -> None:
         """Compile the passes over these numbers of tokens, where they are not; it takes up to minutes."""
         session = self.session()
