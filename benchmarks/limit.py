@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.contenders import Measured
 from specctl.experiments.pair import Pair
-from specctl.models.llama_decoder import LlamaDecoder
+from specctl.models.backend import NATIVE
 
 _SUMS = 10  # between the requests of one prompt
 
@@ -48,7 +48,7 @@ def limit_of(pair: Pair) -> Limit:
 
 def streamed_bytes(pair: Pair) -> int:
     """Bytes of weights that every pass of the target reads: all, but for an embedding that is only looked up."""
-    if isinstance(pair.target, LlamaDecoder):
+    if isinstance(pair.target, NATIVE):
         return pair.target.pass_bytes
     sizes = {name: weight.numel() for name, weight in pair.artefacts.target().named_parameters()}
     if any(name.endswith("lm_head.weight") for name in sizes):  # else the embedding is the output matrix

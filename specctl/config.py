@@ -25,6 +25,9 @@ Backend = Literal["auto", "native", "transformers"]
 class RuntimeConfig(Section):
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:N or mps")
     dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="of weights and caches in decoding")
+    kernel: Literal["auto"] | bool = Field(
+        "auto", description="a CPU's passes through our C++ function, built at first use; auto: where it can be"
+    )
     compile: bool = Field(
         False, description="decode through torch.compile: minutes at the start, told, and outside every timing"
     )

@@ -70,7 +70,7 @@ def test_unknown_key_names_path_and_nearest(tmp_path: Path, override: str, line:
 
 def test_key_unlike_any_other_lists_what_there_is(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, GOOD, "runtime.zzzz=1")
-    assert line == "runtime.zzzz: unknown key; known are device, dtype, compile, threads, backend"
+    assert line == "runtime.zzzz: unknown key; known are device, dtype, kernel, compile, threads, backend"
 
 
 def test_all_errors_at_once(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from specctl.experiments.pair import Pair
 from specctl.experiments.sweep_k import SweepRow, explain, sweep_k
 from specctl.experiments.timing import Costs, measure_costs
 from specctl.experiments.workload import EncodedPrompt, workload
-from specctl.models.llama_decoder import LlamaSession
 from specctl.models.session import Forward
 from specctl.stats import Stats, collect
 
@@ -288,9 +287,10 @@ def test_overhead_is_what_the_parts_of_a_round_do_not_explain(tiny: Tiny, monkey
     """Counted in target passes, not in seconds: the clock moves by 1 with each, and by 3 with each verdict."""
     clock = [0.0]
     pair = tiny.pair()
-    original_extend, original_rule = LlamaSession.extend, token_rule
+    sessions = type(pair.target.session())
+    original_extend, original_rule = sessions.extend, token_rule
 
-    def extend(self: LlamaSession, *arguments: Any, **options: Any) -> Forward:
+    def extend(self: Any, *arguments: Any, **options: Any) -> Forward:
         clock[0] += 1.0 if self._decoder is pair.target else 0.25
         return original_extend(self, *arguments, **options)
 
@@ -298,7 +298,7 @@ def test_overhead_is_what_the_parts_of_a_round_do_not_explain(tiny: Tiny, monkey
         clock[0] += 3.0
         return original_rule(p, proposal, chance)
 
-    monkeypatch.setattr(LlamaSession, "extend", extend)
+    monkeypatch.setattr(sessions, "extend", extend)
     monkeypatch.setattr(pair, "rule", rule)
     for module in ("specctl.experiments.timing", "specctl.decoding"):
         monkeypatch.setattr(f"{module}.perf_counter", lambda: clock[0])
@@ -309,14 +309,15 @@ def test_overhead_is_what_the_parts_of_a_round_do_not_explain(tiny: Tiny, monkey
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, pair: Pair, seconds: float = 0.05) -> None:
     """Each pass of the target, and of no draft, sleeps."""
-    original: Callable[..., Forward] = LlamaSession.extend
+    sessions = type(pair.target.session())
+    original: Callable[..., Forward] = sessions.extend
 
-    def sleeping(self: LlamaSession, ids: Tensor, num_logits: int | None = None) -> Forward:
+    def sleeping(self: Any, ids: Tensor, num_logits: int | None = None) -> Forward:
         if self._decoder is pair.target:
             time.sleep(seconds)
         return original(self, ids, num_logits)
 
-    monkeypatch.setattr(LlamaSession, "extend", sleeping)
+    monkeypatch.setattr(sessions, "extend", sleeping)
 
 
 def test_a_copy_of_the_target_accepts_all_and_pays_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from specctl.experiments.verify.enumeration import CASES
 from specctl.models import hf
 from specctl.models.backend import choose_backend, writer
 from specctl.models.hf import HFModel, HFModule, find_folder, load_module
-from specctl.models.llama_decoder import LlamaDecoder
+from specctl.models.kernel.decoder import KernelDecoder
 from specctl.tokenizer import Tokenizer
 from specctl.training import generated_text
 from specctl.training.ensure import Artefacts
@@ -230,7 +230,7 @@ def test_a_llama_runs_in_both(folder: Path, tmp_path: Path) -> None:
         pair = Pair(artefacts(folder, tmp_path, *overrides))
         texts.append(text(pair, [5, 6, 7], "llama", 3)[0])
         kinds.append(type(pair.target))
-    assert texts[0] == texts[1] and kinds == [LlamaDecoder, HFModel]
+    assert texts[0] == texts[1] and kinds == [KernelDecoder, HFModel]
     answer = command(folder, tmp_path, "generate", "--set", "runtime.backend=native")
     assert answer.code == 2 and "'gpt2' model, which the native decoder does not read" in answer.one_line
 

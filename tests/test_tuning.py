@@ -1,4 +1,4 @@
-"""Threads and layouts: chosen by timing, kept, used again, and never changing what is computed."""
+"""Threads: chosen by timing, kept, used again, and never changing what is computed."""
 
 import json
 from pathlib import Path
@@ -48,16 +48,6 @@ def test_the_faster_number_of_threads_is_kept_and_used_again(tmp_path: Path, mon
     assert torch.get_num_threads() == 2
 
 
-def test_the_fastest_layout_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {(0, 0): 3.0, (16, 16): 1.0, (32, 32): 2.0}
-    monkeypatch.setattr(
-        tuning, "_seconds", lambda model: seconds[model.layouts()["gate_up"], model.layouts()["lm_head"]]
-    )
-    wide = decoder(hidden_size=128, intermediate_size=128, vocab_size=256)
-    Tuner(tmp_path / "tuning.json", 1).tune(wide)
-    assert wide.layouts() == {"qkv": 0, "out": 0, "gate_up": 16, "down": 16, "lm_head": 16}  # the first two are small
-
-
 def test_another_shape_or_setting_is_timed_anew(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     Tuner(path, 1).tune(decoder())
@@ -66,7 +56,7 @@ def test_another_shape_or_setting_is_timed_anew(tmp_path: Path) -> None:
     assert sorted(entry["threads"] for entry in json.loads(path.read_text()).values()) == [1, 1, 2]
 
 
-@pytest.mark.parametrize("entry", [None, [], {"threads": "two"}, {"threads": 1, "layouts": {"qkv": 7}}])
+@pytest.mark.parametrize("entry", [None, [], {"threads": "two"}, {"threads": 0}])
 def test_an_entry_that_does_not_fit_is_made_again(tmp_path: Path, entry: object) -> None:
     path = tmp_path / "tuning.json"
     Tuner(path, 1).tune(decoder())
@@ -81,15 +71,3 @@ def test_a_broken_file_is_made_again(tmp_path: Path) -> None:
     path.write_text("{")
     Tuner(path, 1).tune(decoder())
     assert len(json.loads(path.read_text())) == 1
-
-
-@pytest.mark.parametrize("block", [0, 16, 32])
-def test_logits_do_not_depend_on_the_layout(block: int) -> None:
-    plain, laid_out = decoder(), decoder()
-    laid_out.lay_out({kind: 0 if kind in ("out", "down") else block for kind in plain.layouts()})
-    laid_out.lay_out({kind: 16 if block else 0 for kind in plain.layouts()})
-    ids = torch.arange(40)[None] % 32
-    for stop in (1, 3, 8, 40):
-        mine, theirs = laid_out.session(), plain.session()
-        for part in ids.split(stop, dim=1):
-            assert (mine.extend(part).logits - theirs.extend(part).logits).abs().max() < 1e-5

@@ -66,15 +66,24 @@ class Pair:
         return Intersected(draft, mapping)
 
     def _open(self, name: str, label: str) -> CausalModel:
-        """A model ready to decode, with the threads and layouts that suit this machine."""
-        module, compiled = self.artefacts.take(name), self.config.runtime.compile
-        model = decoder(module, label, dtype=self._dtype, device=self.device, compiled=compiled, use_up=True)
+        """A model ready to decode, with the threads that suit this machine."""
+        runtime = self.config.runtime
+        model = decoder(
+            self.artefacts.take(name),
+            label,
+            dtype=self._dtype,
+            device=self.device,
+            kernel=runtime.kernel,
+            compiled=runtime.compile,
+            use_up=True,
+            narrate=self.artefacts.narrate,
+        )
         self._tuner.tune(model)
         return model
 
     @property
     def tuning(self) -> dict[str, Tuning]:
-        """The threads and layouts of the models that are loaded, by name; empty on a GPU."""
+        """The threads and engines of the models that are loaded, by name; empty on a GPU."""
         return self._tuner.chosen
 
     @property

@@ -14,7 +14,7 @@ import torch
 from specctl.drafters.draft_model import DraftModel
 from specctl.events import Round
 from specctl.experiments.pair import Pair
-from specctl.models.llama_decoder import LlamaDecoder
+from specctl.models.backend import NATIVE
 from specctl.models.session import CausalModel
 
 _TRIALS = 12
@@ -77,7 +77,7 @@ def profile(pair: Pair, drafter: str, k: int, rounds: Sequence[Round]) -> Profil
 
 def _reading(model: CausalModel) -> float | None:
     """Seconds of summing as many bytes as a pass of the model reads."""
-    if not isinstance(model, LlamaDecoder):
+    if not isinstance(model, NATIVE):
         return None
     if model.threads is not None:
         torch.set_num_threads(model.threads)

@@ -1,4 +1,4 @@
-"""CPU threads and weight layouts of each model, found by timing once a machine and kept beside the run.
+"""CPU threads of each model, found by timing once a machine and kept beside the run.
 
 What was chosen goes into every result. Timings are of this moment: delete `tuning.json` in the run folder
 to take them anew, or set runtime.threads.
@@ -17,8 +17,6 @@ from specctl.errors import SpecctlError
 from specctl.hardware import describe_hardware, describe_versions, num_cores
 from specctl.models.backend import Model
 from specctl.models.compiled import CompiledLlama
-from specctl.models.llama_decoder import LlamaDecoder
-from specctl.models.matrix import BLOCKS
 from specctl.run_folder import fingerprint, read_json, write_json
 
 _TIMED_TOKENS = (1, 5)  # a plain step, and a pass that verifies four drafts
@@ -29,10 +27,10 @@ _CACHED_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """threads: of every pass of one model. layouts: columns of a block for each kind of matrix, 0 for none."""
+    """threads: of every pass of one model. engine: what runs it."""
 
     threads: int
-    layouts: dict[str, int]
+    engine: str
 
 
 class Tuner:
@@ -43,16 +41,16 @@ class Tuner:
         self.chosen: dict[str, Tuning] = {}
 
     def tune(self, model: Model) -> None:
-        """Give a model its threads and layouts. On a GPU there is nothing to choose."""
+        """Give a model its threads. On a GPU there is nothing to choose."""
         if model.device.type != "cpu":
             return
         known, key = self._read(), self._key(model)
-        tuning = _read_tuning(known.get(key), model)
-        if tuning is None:
-            tuning = _fastest(model, self._candidates(model))
-            write_json(self._path, {**known, key: {"model": model.name, **asdict(tuning)}})
-        _apply(tuning, model)
-        self.chosen[model.name] = tuning
+        threads = _read_threads(known.get(key))
+        if threads is None:
+            threads = _fastest(model, self._candidates(model))
+            write_json(self._path, {**known, key: {"model": model.name, "engine": model.engine, "threads": threads}})
+        model.threads = threads
+        self.chosen[model.name] = Tuning(threads=threads, engine=model.engine)
 
     def _candidates(self, model: Model) -> list[int]:
         if self._threads != "auto":
@@ -65,7 +63,7 @@ class Tuner:
     def _key(self, model: Model) -> str:
         """All that a choice depends on, but for what else the machine does."""
         machine = describe_hardware("cpu", 0), describe_versions()["torch"]
-        return fingerprint([type(model).__name__, asdict(model.shape), str(model.dtype), self._threads, *machine])
+        return fingerprint([model.engine, asdict(model.shape), str(model.dtype), self._threads, *machine])
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -75,43 +73,25 @@ class Tuner:
         return found if isinstance(found, dict) else {}
 
 
-def _read_tuning(entry: Any, model: Model) -> Tuning | None:
+def _read_threads(entry: Any) -> int | None:
     """A kept choice, or None where there is none that fits."""
-    if not isinstance(entry, dict):
-        return None
-    threads, layouts = entry.get("threads"), entry.get("layouts")
-    if type(threads) is not int or threads < 1 or not isinstance(layouts, dict):
-        return None
-    fits = layouts.keys() == _layouts(model).keys() and all(block in (0, *BLOCKS) for block in layouts.values())
-    return Tuning(threads=threads, layouts=layouts) if fits else None
+    threads = entry.get("threads") if isinstance(entry, dict) else None
+    return threads if type(threads) is int and threads >= 1 else None
 
 
-def _layouts(model: Model) -> dict[str, int]:
-    return model.layouts() if isinstance(model, LlamaDecoder) else {}
+def _fastest(model: Model, candidates: list[int]) -> int:
+    """The threads with which a plain step and a verifying pass together are the fastest.
 
-
-def _fastest(model: Model, candidates: list[int]) -> Tuning:
-    """The threads and layouts with which a plain step and a verifying pass together are the fastest.
-
-    Whole passes are timed, since a matrix alone would lie in a nearer cache than it does in decoding; all
-    choices in turn, twice, so that a passing disturbance falls on more than one.
+    All choices are timed in turn, twice, so that a passing disturbance falls on more than one.
     """
-    layouts = model.possible_layouts() if isinstance(model, LlamaDecoder) else [{}]
-    choices = [Tuning(threads=threads, layouts=layout) for threads in candidates for layout in layouts]
-    if len(choices) == 1:
-        return choices[0]
-    seconds = [math.inf] * len(choices)
+    if len(candidates) == 1:
+        return candidates[0]
+    seconds = [math.inf] * len(candidates)
     for _ in range(_ROUNDS):
-        for index, choice in enumerate(choices):
-            _apply(choice, model)
+        for index, threads in enumerate(candidates):
+            model.threads = threads
             seconds[index] = min(seconds[index], _seconds(model))
-    return choices[seconds.index(min(seconds))]
-
-
-def _apply(tuning: Tuning, model: Model) -> None:
-    model.threads = tuning.threads
-    if isinstance(model, LlamaDecoder):
-        model.lay_out(tuning.layouts)
+    return candidates[seconds.index(min(seconds))]
 
 
 def _seconds(model: Model) -> float:

@@ -3,7 +3,9 @@
 The one place that decides. Knows nothing about drafters, text or run folders.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -14,6 +16,7 @@ from specctl.models.compiled import CompiledLlama
 from specctl.models.families import CONFIG, read_config, why_not_native
 from specctl.models.hf import HFModel, HFModule
 from specctl.models.hf import load_module as load_hf
+from specctl.models.kernel.decoder import KernelDecoder, why_not_kernel
 from specctl.models.llama import Llama
 from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.session import CausalModel
@@ -39,23 +42,42 @@ def load_module(folder: Path, backend: Backend, dtype: torch.dtype, native_dtype
     return load_hf(folder, dtype) if backend == "transformers" else load_checkpoint(folder, native_dtype).eval()
 
 
-Model = LlamaDecoder | CompiledLlama | HFModel  # what decodes with it
+NATIVE = KernelDecoder, LlamaDecoder  # those that know how many bytes a pass reads
+Model = KernelDecoder | LlamaDecoder | CompiledLlama | HFModel  # what decodes with it
 
 
 def decoder(
-    module: Module, name: str, *, dtype: torch.dtype, device: torch.device, compiled: bool = False, use_up: bool = False
+    module: Module,
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernel: Literal["auto"] | bool = "auto",
+    compiled: bool = False,
+    use_up: bool = False,
+    narrate: Callable[[str], None] = lambda line: None,
 ) -> Model:
     """A module ready to decode. dtype: of a native one; one behind transformers was loaded in it.
 
-    use_up: as in `LlamaDecoder`. Raises UsageError for a compiled model behind transformers.
+    kernel, compiled: as runtime.kernel and runtime.compile. use_up: as in `LlamaDecoder`. narrate: called with what
+    a person should know of the choice. Raises UsageError where what is asked for cannot be had.
     """
-    if isinstance(module, Llama):
-        if compiled:
-            return CompiledLlama(module, name, dtype=dtype, device=device)
-        return LlamaDecoder(module, name, dtype=dtype, device=device, use_up=use_up)
+    if not isinstance(module, Llama):
+        for setting, wanted in (("compile", compiled), ("kernel", kernel is True)):
+            if wanted:
+                raise UsageError(f"runtime.{setting}: {name} runs behind transformers, without it; leave it out")
+        return HFModel(module, name, device=device)
     if compiled:
-        raise UsageError(f"runtime.compile: {name} runs behind transformers and is not compiled; leave it out")
-    return HFModel(module, name, device=device)
+        return CompiledLlama(module, name, dtype=dtype, device=device)
+    if kernel is not False:
+        reason = why_not_kernel(module.shape, dtype, device, narrate)
+        if reason is None:
+            return KernelDecoder(module, name, dtype=dtype, use_up=use_up)
+        if kernel is True:
+            raise UsageError(f"runtime.kernel: {name} cannot run through it: {reason}; or leave it out")
+        if device.type == "cpu":
+            narrate(f"{name} runs through torch's operators, several times slower than through the kernel: {reason}")
+    return LlamaDecoder(module, name, dtype=dtype, device=device, use_up=use_up)
 
 
 def writer(module: Module) -> CausalModel:

@@ -25,6 +25,8 @@ _ON_CPU = {"freezing": True}  # weights become constants, packed for each produc
 class CompiledLlama:
     """A `CausalModel`. threads: CPU threads of its passes; None leaves them as they are."""
 
+    engine = "torch.compile"
+
     def __init__(self, module: Llama, name: str, *, dtype: torch.dtype, device: torch.device) -> None:
         self.name, self.shape, self.dtype, self.device = name, module.shape, dtype, device
         self.threads: int | None = None

@@ -113,6 +113,8 @@ class HFModel:
     threads: CPU threads of its passes; None leaves them as they are.
     """
 
+    engine = "transformers"
+
     def __init__(self, module: HFModule, name: str, *, device: torch.device | None = None) -> None:
         self.module, self.name = module if device is None else module.to(device), name
         self.threads: int | None = None

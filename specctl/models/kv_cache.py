@@ -15,6 +15,7 @@ class KVCache:
     """The cache of B equally long sequences.
 
     capacity: the most tokens that it may hold; memory is taken for fewer at first, and doubled when those are full.
+    block: the positions of memory are a multiple of it, and so many lie together in whatever order their user chooses.
     """
 
     def __init__(
@@ -27,12 +28,17 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        block: int = 1,
     ) -> None:
-        positions = min(capacity, _FIRST_POSITIONS)
+        self._block = block
+        positions = self._whole_blocks(min(capacity, _FIRST_POSITIONS))
         shape = (num_layers, 2, batch_size, num_key_value_heads, positions, head_dim)
         self._allocate(torch.zeros(shape, dtype=dtype, device=device))
         self.batch_size, self.capacity = batch_size, capacity
         self.length = 0
+
+    def _whole_blocks(self, positions: int) -> int:
+        return -(-positions // self._block) * self._block
 
     def _allocate(self, storage: Tensor) -> None:
         self._storage = storage  # [L, 2, B, Hkv, S, Hd]
@@ -46,12 +52,18 @@ class KVCache:
         if end > self.capacity:
             raise SpecctlError(f"context is full: {end} tokens, room for {self.capacity}; shorten the prompt")
         if end > (positions := self._storage.shape[4]):
-            larger = min(self.capacity, max(end, 2 * positions))
+            larger = self._whole_blocks(min(self.capacity, max(end, 2 * positions)))
             grown = self._storage.new_zeros((*self._storage.shape[:4], larger, self._storage.shape[5]))
-            grown[:, :, :, :, :start] = self._storage[:, :, :, :, :start]
+            kept = self._whole_blocks(start)
+            grown[:, :, :, :, :kept] = self._storage[:, :, :, :, :kept]
             self._allocate(grown)
         self.length = end
         return start, end
+
+    @property
+    def storage(self) -> Tensor:
+        """All of its memory, [L, 2, B, Hkv, S, Hd]: keys, then values."""
+        return self._storage
 
     def slots(self, start: int, end: int) -> tuple[Tensor, ...]:
         """Where each layer writes the keys and values of new tokens, [B, T, 2, Hkv, Hd] each."""

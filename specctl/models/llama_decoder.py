@@ -2,8 +2,8 @@
 
 What differs from the module, none of it in the logits beyond rounding: q, k and v, and gate and up,
 are one matrix each; the norms' weights, the root of the width that a norm multiplies with and the
-scale of attention are folded into the matrices; each matrix lies in one of `matrix.py`'s layouts; and
-rows of q and k are ordered so that a rotated pair is adjacent. What a pass does is `llama_pass.py`'s.
+scale of attention are folded into the matrices; and rows of q and k are ordered so that a rotated pair is
+adjacent. What a pass does is `llama_pass.py`'s. For GPUs, for float64, and where `kernel` cannot be had.
 
 Shapes: B sequences, T tokens, N = B T rows, V vocab, D width, F feed-forward width, H heads, Hkv
 key-value heads, G = H / Hkv, Hd head dim, S positions. Knows nothing about sampling, text or files.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specctl.models.kv_cache import KVCache
 from specctl.models.llama import Layer, Llama, LlamaShape, rotary_table
 from specctl.models.llama_pass import LayerMatrices, Pass
-from specctl.models.matrix import BLOCKS, Matrix
+from specctl.models.matrix import Matrix
 from specctl.models.session import Forward
 
 _LONGEST_KEPT_PASS = 64  # tokens; longer passes read prompts, each of its own length
@@ -25,6 +25,8 @@ _LONGEST_KEPT_PASS = 64  # tokens; longer passes read prompts, each of its own l
 
 class LlamaDecoder:
     """A `CausalModel`. threads: CPU threads of its passes; None leaves them as they are."""
+
+    engine = "torch"
 
     def __init__(
         self, module: Llama, name: str, *, dtype: torch.dtype, device: torch.device, use_up: bool = False
@@ -73,29 +75,6 @@ class LlamaDecoder:
 
     def session(self, batch_size: int = 1) -> "LlamaSession":
         return LlamaSession(self, batch_size)
-
-    def layouts(self) -> dict[str, int]:
-        """The block of each kind of matrix, as `lay_out` takes it."""
-        layer = self.layers[0]
-        kinds = {name: getattr(layer, name).block for name in LayerMatrices.__slots__}
-        return {**kinds, "lm_head": self.lm_head.block}
-
-    def possible_layouts(self) -> list[dict[str, int]]:
-        """What `lay_out` may be given, plain rows first: each block size, where a kind of matrix takes it."""
-        kinds = {name: getattr(self.layers[0], name) for name in LayerMatrices.__slots__} | {"lm_head": self.lm_head}
-        found = [dict.fromkeys(kinds, 0)]
-        for block in BLOCKS:
-            layouts = {name: block if matrix.takes(block) else 0 for name, matrix in kinds.items()}
-            found += [layouts] if any(layouts.values()) else []
-        return found
-
-    def lay_out(self, blocks: dict[str, int]) -> None:
-        """Lay every matrix out anew; block sizes by kind."""
-        for layer in self.layers:
-            for name in LayerMatrices.__slots__:
-                setattr(layer, name, getattr(layer, name).laid_out(blocks[name]))
-        self.lm_head = self.lm_head.laid_out(blocks["lm_head"])
-        self._passes.clear()
 
     def steps(self, batch_size: int, length: int) -> "Pass":
         """The pass over `length` new tokens of each sequence."""

@@ -95,7 +95,7 @@ class MedusaDecoder:
 
     def logits(self, hidden: Tensor, count: int) -> Tensor:
         """Logits [count, V] of the first heads for one hidden state [D]."""
-        x = hidden.expand(count, 1, -1)
+        x = hidden.to(self._outputs.dtype).expand(count, 1, -1)
         for weight, bias in zip(self._layers, self._biases, strict=True):
             x = x + F.silu(torch.baddbmm(bias[:count], x, weight[:count]))
         if len(self._outputs) == 1:

@@ -16,7 +16,7 @@ from specctl.drafters.draft_model import DraftModel
 from specctl.experiments.verify import wrappers
 from specctl.experiments.verify.subject import Parts, Subject
 from specctl.experiments.verify.toys import ToyTarget, with_law
-from specctl.models.llama_decoder import LlamaDecoder
+from specctl.models.backend import NATIVE
 from specctl.sampling import SamplingLaw
 
 ENUMERATION, RESCORE, SAMPLING, GREEDY = "enumeration", "rescore", "sampling law", "greedy"
@@ -55,7 +55,7 @@ def _has_draft_model(tested: Subject) -> str | None:
 
 
 def _is_llama(tested: Subject) -> str | None:
-    return None if isinstance(tested.clean.target, LlamaDecoder) else "a target of the native decoder"
+    return None if isinstance(tested.clean.target, NATIVE) else "a target of the native decoder"
 
 
 def _penalised(law: SamplingLaw) -> SamplingLaw:
@@ -83,7 +83,7 @@ def _stale(parts: Parts) -> Parts:
 
 
 def _shifted(parts: Parts) -> Parts:
-    assert isinstance(parts.target, LlamaDecoder)
+    assert isinstance(parts.target, NATIVE)
     return replace(parts, target=wrappers.ShiftingModel(parts.target))
 
 

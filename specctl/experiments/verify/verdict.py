@@ -23,8 +23,8 @@ from specctl.experiments.verify.rescore import RescoreFigures
 from specctl.experiments.verify.sampling_law import SamplingFigures
 from specctl.experiments.verify.subject import Parts, Subject, subject, through_module
 from specctl.experiments.workload import workload
+from specctl.models.backend import NATIVE
 from specctl.models.hf import HFModel
-from specctl.models.llama_decoder import LlamaDecoder
 
 NUM_TOKENS = 20_000
 FALSE_ALARM_RATE = 1e-3  # of the whole verdict: the other parts do not draw lots
@@ -147,7 +147,7 @@ def subject_of(pair: Pair, name: str) -> Subject:
     if law.temperature == 0:
         law, draft_law = (replace(each, temperature=each.temperature or 1.0) for each in (law, draft_law))
     exact = dtype in (torch.float32, torch.float64)  # in half precision only the same weights give the same rows
-    repeatable = (LlamaDecoder, HFModel) if exact else (HFModel,)
+    repeatable = (*NATIVE, HFModel) if exact else (HFModel,)
     fresh_target = fresh_draft = None
     if isinstance(pair.target, repeatable):
         fresh_target = through_module(pair.artefacts.target(), dtype, pair.device)

@@ -18,6 +18,7 @@ from specctl.chance import Chance
 from specctl.decoding import Rule
 from specctl.drafters.base import DenseProposal, Drafter
 from specctl.events import Round
+from specctl.models.kernel.decoder import KernelDecoder
 from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.session import CausalModel, Forward, Session
 from specctl.sampling import History, SamplingLaw
@@ -190,7 +191,7 @@ class HoledSession:
 class ShiftingModel:
     """A Llama whose positions are one too high from the first rollback of a session on."""
 
-    def __init__(self, decoder: LlamaDecoder) -> None:
+    def __init__(self, decoder: KernelDecoder | LlamaDecoder) -> None:
         self._decoder = decoder
         self.name, self.vocab_size, self.context_length = decoder.name, decoder.vocab_size, decoder.context_length
 
@@ -200,7 +201,7 @@ class ShiftingModel:
 
 
 class _ShiftingSession:
-    def __init__(self, decoder: LlamaDecoder, session: Session) -> None:
+    def __init__(self, decoder: KernelDecoder | LlamaDecoder, session: Session) -> None:
         self._decoder, self._session, self._shifted = decoder, session, False
         self.extend = session.extend
 

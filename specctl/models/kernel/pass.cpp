@@ -1,0 +1,536 @@
+// One pass of a Llama decoder over a few tokens, on the threads of a CPU, in float32.
+//
+// A pass reads each weight once and does little with it, so it is bound by memory as long as nothing else is in
+// the way: no operator is dispatched, what is written stays in a near cache, and threads meet five times a layer.
+// Weights lie in blocks of 16 columns ([in, 16], padded with zeros), as float32 or as bfloat16 in pairs of columns
+// j and j + 8 (low half, high half) that are widened in registers.
+//
+// Each number is computed in the same order whatever else is in the pass, so a token's logits are the same bits
+// whether it comes alone, after others of its pass, or split over any number of threads.
+//
+// Shapes: B sequences, T tokens, N = B T rows, D width, F feed-forward width, H heads, Hkv key-value heads,
+// G = H / Hkv, Hd head dim, S positions of the cache, V vocab. D and F are multiples of 8, Hd of 16, S of 32.
+//
+// Sources: the architecture as in llama.py; blocking of products after Goto and van de Geijn (2008); attention
+// over tiles of keys after Dao et al. 2205.14135, all scores of a row held.
+
+#include "pool.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace specctl {
+
+// ---- What Python hands over (decoder.py has the same, field by field) ----
+
+struct Matrix {
+    const void *weight;  // [ceil(out / 16), in, 16]
+    const float *bias;   // [out] or null
+    int64_t in, out;
+    int64_t is_half;  // bfloat16 pairs
+};
+
+struct Layer {
+    const float *attention_norm, *feed_forward_norm;  // [D]
+    const float *q_norm, *k_norm;                     // [Hd] or null
+    Matrix qkv, out, gate_up, down;                   // gate_up: a block of gate, the same block of up, and so on
+};
+
+struct Model {
+    int64_t num_layers, width, num_heads, num_kv_heads, head_dim, feed_forward, vocab_size;
+    float epsilon, score_scale;
+    const Layer *layers;
+    const void *embedding;  // [V, D], or null where lm_head is the embedding too
+    int64_t embedding_is_half;
+    const float *norm;    // [D]
+    const float *rotary;  // [context, 2, Hd / 2]: cosines, sines
+    Matrix lm_head;
+};
+
+struct Pass {
+    const int64_t *ids;  // [B, T]
+    int64_t batch, length, start, num_logits, threads;
+    float *cache;  // [L, 2, B, Hkv, S, Hd]; keys in blocks of 32 positions, [S / 32, Hd, 32]
+    int64_t positions;
+    float *hidden;  // [B, num_logits, D]
+    float *logits;  // [B, num_logits, V]
+};
+
+namespace {
+
+constexpr int64_t kBlock = 16;        // columns of a block
+constexpr int64_t kKeys = 32;         // positions of a block of keys
+constexpr int64_t kKeyTile = 256;     // positions that stay in a near cache while all queries pass over them
+constexpr int64_t kRows = 6;          // rows of a product at a time: as many as registers hold
+constexpr int64_t kTilesWidened = 4;  // from so many tiles of rows on, weights are widened once for all
+constexpr int64_t kAhead = 3072;      // bytes
+constexpr int64_t kQueries = 16;      // queries of one unit of attention, at most
+constexpr int64_t kBlocksAtOnce = 4;  // blocks of one unit of a product, at most
+
+// ---- Vectors of eight ----
+
+typedef float Floats __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+
+inline Floats load(const float *from) {
+    Floats value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+inline void store(float *to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+inline Floats all(float value) { return Floats{} + value; }
+
+inline float sum(Floats x) { return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7])); }
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }  // b where either is NaN
+
+// exp(x) to two units in the last place; x is taken for -87 (1e-38) below that and 88 above. NaN stays.
+inline Floats exponential(Floats x) {
+    const Floats lowest = all(-87.0f), highest = all(88.0f);
+    x = x < lowest ? lowest : x;
+    x = x > highest ? highest : x;
+    const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    Floats whole = (x * 1.44269504f + shift) - shift;
+    Floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    Floats series = all(1.9875691500e-4f);
+    series = series * rest + 1.3981999507e-3f;
+    series = series * rest + 8.3334519073e-3f;
+    series = series * rest + 4.1665795894e-2f;
+    series = series * rest + 1.6666665459e-1f;
+    series = series * rest + 5.0000001201e-1f;
+    series = series * rest * rest + rest + 1.0f;
+    Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
+    Floats scale;
+    std::memcpy(&scale, &power, sizeof scale);
+    return series * scale;
+}
+
+// ---- Products ----
+
+template <bool half> inline void widen(const void *weight, int64_t row, Floats &low, Floats &high) {
+    if constexpr (half) {
+        Ints pairs, lows, highs;
+        std::memcpy(&pairs, static_cast<const int32_t *>(weight) + row * 8, sizeof pairs);
+        lows = pairs << 16;
+        highs = pairs & static_cast<int32_t>(0xffff0000);
+        std::memcpy(&low, &lows, sizeof low);
+        std::memcpy(&high, &highs, sizeof high);
+    } else {
+        low = load(static_cast<const float *>(weight) + row * kBlock);
+        high = load(static_cast<const float *>(weight) + row * kBlock + 8);
+    }
+}
+
+// `rows` rows of x times `blocks` neighbouring blocks, into out.
+template <int rows, int blocks, bool half>
+void multiply(const float *x, int64_t x_stride, const char *weight, int64_t in, float *out, int64_t out_stride) {
+    const int64_t block_bytes = in * kBlock * (half ? 2 : 4);
+    Floats sums[rows][2 * blocks] = {};
+    for (int64_t i = 0; i < in; ++i) {
+        // Where products take their time, too few weights are in flight by themselves to keep memory busy.
+        if (blocks == 1) __builtin_prefetch(weight + i * kBlock * (half ? 2 : 4) + kAhead);
+#pragma GCC unroll 4
+        for (int block = 0; block < blocks; ++block) {
+            Floats low, high;
+            widen<half>(weight + block * block_bytes, i, low, high);
+#pragma GCC unroll 6
+            for (int row = 0; row < rows; ++row) {
+                const float factor = x[row * x_stride + i];
+                sums[row][2 * block] += factor * low;
+                sums[row][2 * block + 1] += factor * high;
+            }
+        }
+    }
+    for (int row = 0; row < rows; ++row)
+        for (int part = 0; part < 2 * blocks; ++part) store(out + row * out_stride + 8 * part, sums[row][part]);
+}
+
+template <int rows, int blocks, bool half>
+void multiply_all(const float *x, int64_t x_stride, const char *weight, int64_t in, int64_t count, float *out,
+                  int64_t out_stride) {
+    const int64_t block_bytes = in * kBlock * (half ? 2 : 4);
+    int64_t block = 0;
+    for (; block + blocks <= count; block += blocks)
+        multiply<rows, blocks, half>(x, x_stride, weight + block * block_bytes, in, out + block * kBlock, out_stride);
+    for (; block < count; ++block)
+        multiply<rows, 1, half>(x, x_stride, weight + block * block_bytes, in, out + block * kBlock, out_stride);
+}
+
+template <bool half>
+void multiply_rows(int64_t rows, const float *x, int64_t x_stride, const char *weight, int64_t in, int64_t count,
+                   float *out, int64_t out_stride) {
+    // More blocks at once where rows are few: sums in flight hide how long one addition takes.
+    switch (rows) {
+        case 1: return multiply_all<1, 4, half>(x, x_stride, weight, in, count, out, out_stride);
+        case 2: return multiply_all<2, 2, half>(x, x_stride, weight, in, count, out, out_stride);
+        case 3: return multiply_all<3, half ? 1 : 2, half>(x, x_stride, weight, in, count, out, out_stride);
+        case 4: return multiply_all<4, 1, half>(x, x_stride, weight, in, count, out, out_stride);
+        case 5: return multiply_all<5, 1, half>(x, x_stride, weight, in, count, out, out_stride);
+        default: return multiply_all<6, 1, half>(x, x_stride, weight, in, count, out, out_stride);
+    }
+}
+
+// x [rows, in] times `count` blocks from `first` on, plus the bias, into out [rows, count * 16].
+void product(const Matrix &matrix, int64_t first, int64_t count, const float *x, int64_t rows, float *out,
+             std::vector<float> &widened) {
+    const int64_t in = matrix.in, block_bytes = in * kBlock * (matrix.is_half ? 2 : 4), stride = count * kBlock;
+    const char *weight = static_cast<const char *>(matrix.weight) + first * block_bytes;
+    const int64_t tiles = (rows + kRows - 1) / kRows;
+    const bool widen_first = matrix.is_half && tiles >= kTilesWidened, is_half = matrix.is_half && !widen_first;
+    const int64_t together = tiles == 1 ? count : 1;  // blocks; more tiles go over one while it is near
+    for (int64_t block = 0; block < count; block += together) {
+        const char *columns = weight + block * block_bytes;
+        if (widen_first) {
+            widened.resize(in * kBlock);
+            for (int64_t i = 0; i < in; ++i) {
+                Floats low, high;
+                widen<true>(columns, i, low, high);
+                store(&widened[i * kBlock], low);
+                store(&widened[i * kBlock + 8], high);
+            }
+            columns = reinterpret_cast<const char *>(widened.data());
+        }
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t row = tile * rows / tiles, end = (tile + 1) * rows / tiles;
+            float *to = out + row * stride + block * kBlock;
+            if (is_half) multiply_rows<true>(end - row, x + row * in, in, columns, in, together, to, stride);
+            else multiply_rows<false>(end - row, x + row * in, in, columns, in, together, to, stride);
+        }
+    }
+    if (matrix.bias == nullptr) return;
+    const float *bias = matrix.bias + first * kBlock;
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = 0; i < std::min(stride, matrix.out - first * kBlock); ++i) out[row * stride + i] += bias[i];
+}
+
+// ---- Norms and rotations ----
+
+void normalise(const float *x, const float *weight, int64_t width, float epsilon, float *out) {
+    Floats squares = {};
+    for (int64_t i = 0; i < width; i += 8) squares += load(x + i) * load(x + i);
+    const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + epsilon);
+    for (int64_t i = 0; i < width; i += 8) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+// Turns the pairs (i, i + Hd / 2) of a head. rotary: Hd / 2 cosines, Hd / 2 sines.
+void rotate(float *head, const float *rotary, int64_t head_dim) {
+    const int64_t half = head_dim / 2;
+    for (int64_t i = 0; i < half; i += 8) {
+        const Floats first = load(head + i), second = load(head + half + i);
+        const Floats cosine = load(rotary + i), sine = load(rotary + half + i);
+        store(head + i, first * cosine - second * sine);
+        store(head + half + i, second * cosine + first * sine);
+    }
+}
+
+// ---- Attention ----
+
+// Scores of `queries` queries against one block of keys [Hd, 32].
+template <int queries> void score(const float *const *q, const float *keys, int64_t head_dim, float *const *out) {
+    Floats sums[queries][4] = {};
+    for (int64_t i = 0; i < head_dim; ++i) {
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; ++part) {
+            const Floats key = load(keys + i * kKeys + 8 * part);
+#pragma GCC unroll 2
+            for (int query = 0; query < queries; ++query) sums[query][part] += q[query][i] * key;
+        }
+    }
+    for (int query = 0; query < queries; ++query)
+        for (int part = 0; part < 4; ++part) store(out[query] + 8 * part, sums[query][part]);
+}
+
+// Scores [end], padded to whole blocks, become weights; their sum comes back.
+float exponentiate(float *scores, int64_t end) {
+    const int64_t padded = (end + kKeys - 1) / kKeys * kKeys;
+    std::fill(scores + end, scores + padded, -INFINITY);
+    Floats highest = load(scores), total = {};
+    for (int64_t i = 8; i < padded; i += 8) highest = larger(highest, load(scores + i));
+    float maximum = highest[0];
+    for (int i = 1; i < 8; ++i) maximum = std::max(maximum, highest[i]);
+    for (int64_t i = 0; i < padded; i += 8) {
+        const Floats weight = exponential(load(scores + i) - maximum);
+        store(scores + i, weight);
+        if (i + 8 <= end) total += weight;
+    }
+    float all_of_them = sum(total);
+    for (int64_t i = end / 8 * 8; i < end; ++i) all_of_them += scores[i];
+    return all_of_them;
+}
+
+// Adds weights [count] times values [count, Hd] to out [Hd], `vectors` eights of it.
+template <int vectors>
+void add_values(const float *weights, const float *values, int64_t count, int64_t head_dim, float *out) {
+    Floats sums[vectors];
+    for (int i = 0; i < vectors; ++i) sums[i] = load(out + 8 * i);
+    for (int64_t position = 0; position < count; ++position)
+#pragma GCC unroll 8
+        for (int i = 0; i < vectors; ++i) sums[i] += weights[position] * load(values + position * head_dim + 8 * i);
+    for (int i = 0; i < vectors; ++i) store(out + 8 * i, sums[i]);
+}
+
+// ---- A pass ----
+
+class Decoding {
+  public:
+    Decoding(const Model &model, const Pass &pass, std::vector<float> &shared) : model_(model), pass_(pass) {
+        rows_ = pass.batch * pass.length;
+        const int64_t qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
+        const int64_t attended = model.num_heads * model.head_dim;
+        shared.resize(rows_ * (model.width + qkv + attended + model.feed_forward));
+        x_ = shared.data();
+        qkv_ = x_ + rows_ * model.width;
+        attended_ = qkv_ + rows_ * qkv;
+        gated_ = attended_ + rows_ * attended;
+        for (int64_t row = 0; row < rows_; ++row) embed(pass.ids[row], x_ + row * model.width);
+    }
+
+    static int num_phases(const Model &model) { return static_cast<int>(5 * model.num_layers + 1); }
+
+    void operator()(Worker &worker) const {
+        for (int64_t index = 0; index < model_.num_layers; ++index) {
+            const Layer &layer = model_.layers[index];
+            project(worker, layer, index);
+            attend(worker, index);
+            add_product(worker, layer.out, attended_);
+            gate(worker, layer);
+            add_product(worker, layer.down, gated_);
+        }
+        finish(worker);
+    }
+
+  private:
+    void embed(int64_t id, float *out) const {
+        const int64_t width = model_.width;
+        if (model_.embedding != nullptr) {
+            const auto *narrow = static_cast<const uint16_t *>(model_.embedding) + id * width;
+            const auto *wide = static_cast<const float *>(model_.embedding) + id * width;
+            for (int64_t i = 0; i < width; ++i) out[i] = model_.embedding_is_half ? widened(narrow[i]) : wide[i];
+            return;
+        }
+        const Matrix &table = model_.lm_head;
+        const int64_t column = id % kBlock, first = id / kBlock * width;
+        for (int64_t i = first; i < first + width; ++i) {
+            const auto *narrow = static_cast<const uint16_t *>(table.weight) + i * kBlock;  // pairs of j and j + 8
+            const auto *wide = static_cast<const float *>(table.weight) + i * kBlock;
+            *out++ = table.is_half ? widened(narrow[2 * (column % 8) + column / 8]) : wide[column];
+        }
+    }
+
+    static float widened(uint16_t half) {
+        const uint32_t bits = static_cast<uint32_t>(half) << 16;
+        float value;
+        std::memcpy(&value, &bits, sizeof value);
+        return value;
+    }
+
+    float *keys(int64_t layer, int64_t sequence, int64_t head) const { return cached(2 * layer, sequence, head); }
+    float *values(int64_t layer, int64_t sequence, int64_t head) const { return cached(2 * layer + 1, sequence, head); }
+
+    float *cached(int64_t part, int64_t sequence, int64_t head) const {
+        const int64_t heads = (part * pass_.batch + sequence) * model_.num_kv_heads + head;
+        return pass_.cache + heads * pass_.positions * model_.head_dim;
+    }
+
+    // Every row through a norm, into the worker's own memory.
+    float *normalised(Worker &worker, const float *weight) const {
+        float *out = worker.memory(0, rows_ * model_.width);
+        for (int64_t row = 0; row < rows_; ++row)
+            normalise(x_ + row * model_.width, weight, model_.width, model_.epsilon, out + row * model_.width);
+        return out;
+    }
+
+    // How many blocks make a unit, so that every thread finds some.
+    int64_t blocks_of_unit(int64_t blocks) const {
+        return std::clamp<int64_t>(blocks / (2 * pass_.threads), 1, kBlocksAtOnce);
+    }
+
+    // q, k and v, a head at a time: k and v go to the cache, q is scaled and stays.
+    void project(Worker &worker, const Layer &layer, int64_t index) const {
+        const int64_t head_dim = model_.head_dim, blocks = head_dim / kBlock, heads = model_.num_heads;
+        const int64_t kv_heads = model_.num_kv_heads, stride = (heads + 2 * kv_heads) * head_dim;
+        const float *x = nullptr;
+        worker.share(
+            heads + 2 * kv_heads, [&] { x = normalised(worker, layer.attention_norm); },
+            [&](int64_t head) {
+                float *out = worker.memory(1, rows_ * head_dim);
+                product(layer.qkv, head * blocks, blocks, x, rows_, out, worker.widened);
+                const bool is_q = head < heads, is_k = !is_q && head < heads + kv_heads;
+                const float *norm = is_q ? layer.q_norm : is_k ? layer.k_norm : nullptr;
+                for (int64_t row = 0; row < rows_; ++row) {
+                    float *vector = out + row * head_dim;
+                    const int64_t sequence = row / pass_.length, position = pass_.start + row % pass_.length;
+                    if (norm != nullptr) normalise(vector, norm, head_dim, model_.epsilon, vector);
+                    if (is_q || is_k) rotate(vector, model_.rotary + position * head_dim, head_dim);
+                    if (is_q) {
+                        float *q = qkv_ + row * stride + head * head_dim;
+                        for (int64_t i = 0; i < head_dim; i += 8) store(q + i, load(vector + i) * model_.score_scale);
+                    } else if (is_k) {
+                        float *block = keys(index, sequence, head - heads) + position / kKeys * kKeys * head_dim;
+                        for (int64_t i = 0; i < head_dim; ++i) block[i * kKeys + position % kKeys] = vector[i];
+                    } else {
+                        float *v = values(index, sequence, head - heads - kv_heads) + position * head_dim;
+                        std::memcpy(v, vector, head_dim * sizeof(float));
+                    }
+                }
+            });
+    }
+
+    // Each unit: some of the queries that share a head of keys and values.
+    void attend(Worker &worker, int64_t index) const {
+        const int64_t groups = model_.num_heads / model_.num_kv_heads, queries = pass_.length * groups;
+        const int64_t kv_units = pass_.batch * model_.num_kv_heads;
+        const int64_t for_threads = (pass_.threads + kv_units - 1) / kv_units;
+        const int64_t chunks = std::min(queries, std::max((queries + kQueries - 1) / kQueries, for_threads));
+        worker.share(kv_units * chunks, [] {}, [&](int64_t unit) {
+            const int64_t chunk = unit % chunks, kv_unit = unit / chunks;
+            attend_some(worker, index, kv_unit / model_.num_kv_heads, kv_unit % model_.num_kv_heads,
+                        chunk * queries / chunks, (chunk + 1) * queries / chunks);
+        });
+    }
+
+    void attend_some(Worker &worker, int64_t index, int64_t sequence, int64_t kv_head, int64_t first,
+                     int64_t last) const {
+        const int64_t head_dim = model_.head_dim, groups = model_.num_heads / model_.num_kv_heads;
+        const int64_t stride = (model_.num_heads + 2 * model_.num_kv_heads) * head_dim, count = last - first;
+        const float *k = keys(index, sequence, kv_head), *v = values(index, sequence, kv_head);
+        const float *q[kQueries];
+        float *scores[kQueries], *out[kQueries];
+        int64_t ends[kQueries];
+        const int64_t longest = pass_.start + (last - 1) / groups + 1;
+        const int64_t padded = (longest + kKeys - 1) / kKeys * kKeys;
+        float *memory = worker.memory(1, count * padded);
+        for (int64_t i = 0; i < count; ++i) {  // queries in the order of their tokens, so ends never fall
+            const int64_t token = (first + i) / groups, head = kv_head * groups + (first + i) % groups;
+            const int64_t row = sequence * pass_.length + token;
+            q[i] = qkv_ + row * stride + head * head_dim;
+            out[i] = attended_ + (row * model_.num_heads + head) * head_dim;
+            scores[i] = memory + i * padded;
+            ends[i] = pass_.start + token + 1;
+        }
+        for (int64_t tile = 0; tile < longest; tile += kKeyTile) {
+            const int64_t tile_end = std::min(tile + kKeyTile, padded);
+            int64_t i = 0;
+            while (i < count && ends[i] <= tile) ++i;  // those that look at nothing from here on
+            for (; i < count; i += 2) {
+                const float *pair_q[2] = {q[i], i + 1 < count ? q[i + 1] : nullptr};
+                for (int64_t block = tile; block < tile_end; block += kKeys) {
+                    float *pair_out[2] = {scores[i] + block, i + 1 < count ? scores[i + 1] + block : nullptr};
+                    if (i + 1 < count) score<2>(pair_q, k + block * head_dim, head_dim, pair_out);
+                    else score<1>(pair_q, k + block * head_dim, head_dim, pair_out);
+                }
+            }
+        }
+        float totals[kQueries];
+        for (int64_t i = 0; i < count; ++i) {
+            totals[i] = exponentiate(scores[i], ends[i]);
+            std::fill(out[i], out[i] + head_dim, 0.0f);
+        }
+        for (int64_t tile = 0; tile < longest; tile += kKeyTile) {
+            for (int64_t i = 0; i < count; ++i) {
+                const int64_t positions = std::min(ends[i] - tile, kKeyTile);
+                if (positions <= 0) continue;
+                int64_t part = 0;
+                for (; part + 64 <= head_dim; part += 64)
+                    add_values<8>(scores[i] + tile, v + tile * head_dim + part, positions, head_dim, out[i] + part);
+                for (; part < head_dim; part += 16)
+                    add_values<2>(scores[i] + tile, v + tile * head_dim + part, positions, head_dim, out[i] + part);
+            }
+        }
+        for (int64_t i = 0; i < count; ++i) {
+            const float scale = 1.0f / totals[i];
+            for (int64_t j = 0; j < head_dim; j += 8) store(out[i] + j, load(out[i] + j) * scale);
+        }
+    }
+
+    // x += from [N, in] times a matrix.
+    void add_product(Worker &worker, const Matrix &matrix, const float *from) const {
+        const int64_t blocks = matrix.out / kBlock + (matrix.out % kBlock != 0), size = blocks_of_unit(blocks);
+        worker.share((blocks + size - 1) / size, [] {}, [&](int64_t unit) {
+            const int64_t first = unit * size, count = std::min(size, blocks - first), stride = count * kBlock;
+            float *out = worker.memory(1, rows_ * stride);
+            product(matrix, first, count, from, rows_, out, worker.widened);
+            for (int64_t row = 0; row < rows_; ++row) {
+                float *x = x_ + row * model_.width + first * kBlock;
+                const int64_t width = std::min(stride, model_.width - first * kBlock);
+                for (int64_t i = 0; i < width; i += 8) store(x + i, load(x + i) + load(out + row * stride + i));
+            }
+        });
+    }
+
+    // SiLU(gate) * up.
+    void gate(Worker &worker, const Layer &layer) const {
+        const int64_t pairs = model_.feed_forward / kBlock + (model_.feed_forward % kBlock != 0);
+        const int64_t size = std::max<int64_t>(1, blocks_of_unit(2 * pairs) / 2);
+        const float *x = nullptr;
+        worker.share(
+            (pairs + size - 1) / size, [&] { x = normalised(worker, layer.feed_forward_norm); },
+            [&](int64_t unit) {
+                const int64_t first = unit * size, count = std::min(size, pairs - first), stride = 2 * count * kBlock;
+                float *out = worker.memory(1, rows_ * stride);
+                product(layer.gate_up, 2 * first, 2 * count, x, rows_, out, worker.widened);
+                for (int64_t row = 0; row < rows_; ++row)
+                    for (int64_t pair = 0; pair < count; ++pair) {
+                        const float *both = out + row * stride + 2 * pair * kBlock;
+                        const int64_t column = (first + pair) * kBlock;
+                        float *to = gated_ + row * model_.feed_forward + column;
+                        for (int64_t i = 0; i < std::min(kBlock, model_.feed_forward - column); i += 8) {
+                            const Floats value = load(both + i);
+                            store(to + i, value / (1.0f + exponential(-value)) * load(both + kBlock + i));
+                        }
+                    }
+            });
+    }
+
+    // The last rows of each sequence through the final norm and lm_head.
+    void finish(Worker &worker) const {
+        const Matrix &matrix = model_.lm_head;
+        const int64_t blocks = matrix.out / kBlock + (matrix.out % kBlock != 0), size = blocks_of_unit(blocks);
+        const int64_t width = model_.width, rows = pass_.batch * pass_.num_logits;
+        float *x = nullptr;
+        worker.share(
+            (blocks + size - 1) / size,
+            [&] {
+                x = worker.memory(0, rows * width);
+                for (int64_t row = 0; row < rows; ++row) {
+                    const int64_t sequence = row / pass_.num_logits, back = pass_.num_logits - row % pass_.num_logits;
+                    const float *from = x_ + ((sequence + 1) * pass_.length - back) * width;
+                    normalise(from, model_.norm, width, model_.epsilon, x + row * width);
+                }
+            },
+            [&](int64_t unit) {
+                if (unit == 0) std::memcpy(pass_.hidden, x, rows * width * sizeof(float));
+                const int64_t first = unit * size, count = std::min(size, blocks - first), stride = count * kBlock;
+                float *out = worker.memory(1, rows * stride);
+                product(matrix, first, count, x, rows, out, worker.widened);
+                const int64_t columns = std::min(stride, matrix.out - first * kBlock);
+                for (int64_t row = 0; row < rows; ++row)
+                    std::memcpy(pass_.logits + row * matrix.out + first * kBlock, out + row * stride,
+                                columns * sizeof(float));
+            });
+    }
+
+    const Model &model_;
+    const Pass &pass_;
+    int64_t rows_;
+    float *x_, *qkv_, *attended_, *gated_;  // [N, D], [N, (H + 2 Hkv) Hd] of which q is used, [N, H Hd], [N, F]
+};
+
+}  // namespace
+}  // namespace specctl
+
+// Returns the index of the first id that is not in the vocabulary, or -1 when the pass is done.
+extern "C" int64_t specctl_pass(const specctl::Model *model, const specctl::Pass *pass) {
+    for (int64_t i = 0; i < pass->batch * pass->length; ++i)
+        if (pass->ids[i] < 0 || pass->ids[i] >= model->vocab_size) return i;
+    static std::mutex one_at_a_time;
+    static specctl::Pool &pool = *new specctl::Pool;  // never destroyed: its threads outlive everything
+    static std::vector<float> &shared = *new std::vector<float>;
+    std::lock_guard<std::mutex> hold(one_at_a_time);
+    specctl::Decoding decoding(*model, *pass, shared);
+    pool.run(static_cast<int>(pass->threads), specctl::Decoding::num_phases(*model), decoding);
+    return -1;
+}

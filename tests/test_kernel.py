@@ -1,0 +1,313 @@
+"""The C++ pass against the module, against itself bit for bit, and what happens where it cannot be built."""
+
+import contextlib
+import copy
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import CPU, random_llama
+from torch import Tensor
+
+from specctl.chance import SeededChance
+from specctl.decoding import plain, speculative
+from specctl.drafters.draft_model import DraftModel
+from specctl.errors import NumericalError, SpecctlError, UsageError
+from specctl.events import Round
+from specctl.models import backend
+from specctl.models.kernel import decoder as kernel
+from specctl.models.kernel import library
+from specctl.models.kernel.decoder import KernelDecoder, why_not_kernel
+from specctl.models.llama import Llama, RopeScaling
+from specctl.models.llama_decoder import LlamaDecoder
+from specctl.models.session import CausalModel
+from specctl.sampling import SamplingLaw
+from specctl.stopping import StopRules
+
+SIZES = {
+    "vocab_size": 19,  # not a whole number of blocks, nor is the feed-forward width
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 96,
+}
+IDS = torch.randint(0, 19, (1, 90), generator=torch.Generator().manual_seed(0))
+SWITCHES = {name: True for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")}
+
+
+def model(seed: int = 0, **sizes: object) -> Llama:
+    return random_llama(seed, 0.2, **{**SIZES, **sizes}).float()
+
+
+def decoder(module: Llama, threads: int = 1, dtype: torch.dtype = torch.float32) -> KernelDecoder:
+    reason = why_not_kernel(module.shape, dtype, CPU)
+    if reason is not None:
+        pytest.skip(reason)
+    made = KernelDecoder(module, "m", dtype=dtype)
+    made.threads = threads
+    return made
+
+
+def rows_of(made: CausalModel, lengths: list[int], ids: Tensor = IDS) -> Tensor:
+    """Logits of ids read in passes of these lengths, in turn until all is read."""
+    session, rows = made.session(), []
+    while (done := session.lengths[0]) < ids.shape[1]:
+        length = lengths[len(rows) % len(lengths)]
+        rows.append(session.extend(ids[:, done : done + length]).logits[0])
+    return torch.cat(rows)
+
+
+def exact(module: Llama, ids: Tensor = IDS) -> Tensor:
+    with torch.no_grad():
+        return copy.deepcopy(module).double().eval()(ids).logits[0]
+
+
+@pytest.mark.parametrize("num_key_value_heads", [1, 2, 4])
+@pytest.mark.parametrize("switches", [{}, SWITCHES], ids=["plain", "every switch"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_kernel_equals_the_module(num_key_value_heads: int, switches: dict[str, bool], tied: bool) -> None:
+    module = model(num_key_value_heads=num_key_value_heads, tie_word_embeddings=tied, **switches)
+    forward = decoder(module).session().extend(IDS)
+    expected = exact(module)
+    assert (forward.logits[0] - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (forward.hidden - module(IDS).hidden).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+def test_heads_of_any_size_and_scaled_positions(head_dim: int) -> None:
+    rope = RopeScaling(rope_type="llama3", factor=4.0, original_max_position_embeddings=16)
+    module = model(head_dim=head_dim, rope_scaling=rope)
+    expected = exact(module)
+    assert (rows_of(decoder(module, threads=2), [7]) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("lengths", [[1], [2], [3], [4], [5], [6], [7], [9], [13], [30], [1, 6, 25, 2]], ids=str)
+def test_a_token_has_the_same_bits_in_whatever_pass_it_comes(threads: int, lengths: list[int]) -> None:
+    module = model(**SWITCHES)
+    whole = rows_of(decoder(module), [90])
+    assert torch.equal(rows_of(decoder(module, threads), lengths), whole)
+
+
+def test_the_same_bits_after_a_rollback() -> None:
+    """Case 12."""
+    made = decoder(model(), threads=2)
+    session, rows = made.session(), []
+    for start in range(0, 90, 3):
+        session.extend(torch.full((1, 5), 7))  # a wrong draft
+        session.keep((start,))
+        rows.append(session.extend(IDS[:, start : start + 3]).logits[0])
+    assert torch.equal(torch.cat(rows), rows_of(made, [90]))
+
+
+def test_the_same_bits_beside_other_sequences_and_threads_of_the_program() -> None:
+    made = decoder(model(), threads=2)
+    expected = rows_of(made, [5])
+    session = made.session(2)
+    both = torch.cat((IDS, IDS.flip(1)))
+    rows = torch.cat([session.extend(part).logits[0] for part in both.split(5, dim=1)])
+    assert torch.equal(rows, expected) and session.lengths == (90, 90)
+    found: list[Tensor] = []
+    jobs = [threading.Thread(target=lambda: found.append(rows_of(made, [5]))) for _ in range(4)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert len(found) == 4 and all(torch.equal(rows, expected) for rows in found)
+
+
+def test_a_cache_that_grows_keeps_what_it_holds() -> None:
+    module = model(max_position_embeddings=2100, num_hidden_layers=1)
+    ids = torch.randint(0, 19, (1, 2100), generator=torch.Generator().manual_seed(1))
+    made = decoder(module, threads=2)
+    rows = rows_of(made, [1000, 20, 7, 1073], ids)
+    expected = exact(module, ids)
+    assert (rows - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_weights_that_are_bfloat16_numbers_take_half_the_bytes_and_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = model(tie_word_embeddings=True, **SWITCHES)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.copy_(weight.bfloat16())
+    narrow = decoder(module)
+    monkeypatch.setattr(kernel, "_narrowed", lambda weight, dtype: weight.float())
+    wide = decoder(module)
+    assert wide.pass_bytes == 2 * narrow.pass_bytes
+    for lengths in ([1], [5], [8], [40]):  # from 19 rows on they are widened ahead
+        assert torch.equal(rows_of(narrow, lengths), rows_of(wide, lengths))
+
+
+def test_bfloat16_rounds_the_weights_alone() -> None:
+    module, rounded = model(), model()
+    with torch.no_grad():
+        for weight in rounded.parameters():
+            if weight.dim() == 2:
+                weight.copy_(weight.bfloat16())
+    made = decoder(module, dtype=torch.bfloat16)
+    assert made.pass_bytes * 2 == decoder(module).pass_bytes
+    assert torch.equal(rows_of(made, [6]), rows_of(decoder(rounded), [6]))
+
+
+def test_fewer_logits_are_the_last() -> None:
+    made = decoder(model())
+    every, last = made.session(2).extend(IDS.expand(2, -1)), made.session(2).extend(IDS.expand(2, -1), num_logits=2)
+    assert torch.equal(last.logits, every.logits[:, -2:]) and torch.equal(last.hidden, every.hidden[:, -2:])
+
+
+def test_used_up_weights_are_let_go_and_not_missed() -> None:
+    module = model()
+    expected = rows_of(decoder(module), [9])
+    made = KernelDecoder(module, "m", dtype=torch.float32, use_up=True)
+    assert module.lm_head.weight.numel() == 0 and torch.equal(rows_of(made, [9]), expected)
+
+
+def test_a_full_context_unequal_rows_and_unknown_tokens_are_refused() -> None:
+    session = decoder(model(max_position_embeddings=90)).session()
+    session.extend(IDS)
+    with pytest.raises(SpecctlError, match="context is full: 91 tokens, room for 90"):
+        session.extend(IDS[:, :1])
+    with pytest.raises(SpecctlError, match="unequal"):
+        session.keep((1, 2))
+    session.keep((5,))
+    for unknown in (19, -1):
+        with pytest.raises(IndexError, match=f"m has no token {unknown}"):
+            session.extend(torch.tensor([[1, unknown]]))
+    assert session.lengths == (5,)
+
+
+def test_greedy_speculation_writes_the_very_tokens_of_plain_decoding() -> None:
+    """Equal logits would be enough for that, and here they are equal to the last bit."""
+    target = decoder(model(0, vocab_size=50), threads=2)
+    draft = decoder(model(0, vocab_size=50, num_hidden_layers=1))
+    law, prompt = SamplingLaw(temperature=0.0), [3, 1, 4]
+    rules = StopRules(max_new_tokens=80)
+
+    def tokens(k: int) -> list[int]:
+        chance = SeededChance(0, 0)
+        events = (
+            speculative(
+                target,
+                DraftModel(draft, "draft"),
+                prompt,
+                num_speculative_tokens=k,
+                law=law,
+                chance=chance,
+                stop=rules,
+            )
+            if k
+            else plain(target, prompt, law=law, chance=chance, stop=rules)
+        )
+        rounds = [event for event in events if isinstance(event, Round)]
+        return [token for event in rounds for token in event.emitted]
+
+    expected = tokens(0)
+    assert len(set(expected)) > 3
+    assert all(tokens(k) == expected for k in range(1, 9))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.mlp.gate_proj.weight"])
+def test_weights_that_are_not_finite_are_noticed(value: float, name: str) -> None:
+    module = model()
+    with torch.no_grad():
+        module.get_parameter(name)[3] = value
+    events = plain(
+        decoder(module), [1, 2], law=SamplingLaw(), chance=SeededChance(0, 0), stop=StopRules(max_new_tokens=4)
+    )
+    with pytest.raises(NumericalError, match="m produced NaN or infinite logits"):
+        list(events)
+
+
+def test_what_it_does_not_take_is_said() -> None:
+    shape = model().shape
+    assert "CPU" in str(why_not_kernel(shape, torch.float32, torch.device("cuda")))
+    assert "float32" in str(why_not_kernel(shape, torch.float64, CPU))
+    assert "multiples of 8" in str(why_not_kernel(model(head_dim=8).shape, torch.float32, CPU))
+
+
+# ---- Building it ----
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing built and nothing remembered; the folder that libraries are kept in."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.load.cache_clear()
+    library._path.cache_clear()
+    yield tmp_path / "specctl"
+    library.load.cache_clear()
+    library._path.cache_clear()
+
+
+def no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str | None) -> None:
+    if script is None:
+        monkeypatch.setenv("PATH", str(folder))
+        monkeypatch.delenv("CXX", raising=False)
+    else:
+        compiler = folder / "broken"
+        compiler.write_text(f"#!/bin/sh\n{script}\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (None, "there is no C"),
+        ("echo no such flag >&2; exit 1", "failed: no such flag"),
+        ('test "$1" = --version || echo unknown processor >&2; test "$1" = --version', "failed: unknown processor"),
+        ("exit 0", "could not be built"),  # says that it did, and did not
+    ],
+    ids=["none", "no version", "fails", "lies"],
+)
+def test_without_a_compiler_torch_runs_the_passes_and_it_is_said(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, reason: str
+) -> None:
+    no_compiler(tmp_path, monkeypatch, script)
+    lines: list[str] = []
+    made = backend.decoder(model(), "target", dtype=torch.float32, device=CPU, narrate=lines.append)
+    assert isinstance(made, LlamaDecoder)
+    assert reason in lines[-1] and "target runs through torch's operators" in lines[-1]
+    with pytest.raises(UsageError, match=reason):
+        backend.decoder(model(), "target", dtype=torch.float32, device=CPU, kernel=True)
+    assert not list(fresh.glob("*.so"))
+
+
+def test_a_compiler_that_is_not_there_is_named(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no-such-compiler" in str(why_not_kernel(model().shape, torch.float32, CPU))
+
+
+def test_it_is_built_once_and_told(fresh: Path) -> None:
+    lines: list[str] = []
+    if reason := why_not_kernel(model().shape, torch.float32, CPU, lines.append):
+        pytest.skip(reason)
+    assert "building the kernel" in lines.pop()
+    (built,) = fresh.iterdir()
+    library.load.cache_clear()
+    before = built.stat().st_mtime_ns
+    assert why_not_kernel(model().shape, torch.float32, CPU, lines.append) is None
+    assert list(fresh.iterdir()) == [built] and built.stat().st_mtime_ns == before and not lines
+
+
+def test_a_broken_library_is_built_again(fresh: Path) -> None:
+    with contextlib.suppress(library.KernelUnavailable):
+        library._path(library._compiler()).write_bytes(b"broken")
+    decoder(model())  # skips where there is no compiler
+    (built,) = fresh.iterdir()
+    assert built.stat().st_size > 6
+
+
+def test_it_can_be_left_out_or_asked_for() -> None:
+    assert isinstance(backend.decoder(model(), "m", dtype=torch.float32, device=CPU, kernel=False), LlamaDecoder)
+    decoder(model())
+    assert isinstance(backend.decoder(model(), "m", dtype=torch.float32, device=CPU, kernel=True), KernelDecoder)
+    with pytest.raises(UsageError, match=r"runtime.kernel: m cannot run through it: .*float32"):
+        backend.decoder(model(), "m", dtype=torch.float64, device=CPU, kernel=True)
