@@ -73,7 +73,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     then p is the right law to draw from. Chen et al. 2302.01318, equation 2.
     """
     difference = (p - q).clamp_(min=0)
-    return torch.where(difference.sum() > 0, difference, p)
+    return difference.add_(p * (difference.sum() == 0))
 
 
 def token_rule(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
@@ -82,7 +82,8 @@ def token_rule(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
     p: [K + 1, V], the target's distribution after the context and after each drafted token.
     """
     # 1. Accept position i with probability min(1, p/q): u < p/q, strictly, for u in [0, 1).
-    acceptance = p[:-1].gather(1, proposal.ids[:, None])[:, 0] / proposal.at(proposal.ids)  # [K]
+    drafted = proposal.ids
+    acceptance = p[:-1].gather(1, drafted[:, None])[:, 0] / proposal.at(drafted)  # [K]
     num_accepted = chance.successes(acceptance)
     # 2. At the first rejection draw from the residual; after K acceptances that is p (q = 0).
     position = num_accepted.view(1)

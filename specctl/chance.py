@@ -54,11 +54,16 @@ class SeededChance:
         self._uniforms = self._block[row]
         self._next = 0
 
-    def _take(self, count: int, device: torch.device) -> Tensor:
+    def uniforms(self, count: int) -> Tensor:
+        """The next ones of this round, [count] float64 on the CPU: what as many draws would take."""
         start, self._next = self._next, self._next + count
         if self._next > _UNIFORMS_PER_ROUND:
             raise ValueError(f"a round asked for more than {_UNIFORMS_PER_ROUND} uniforms")
-        return self._uniforms[start : self._next].to(device, non_blocking=True)
+        return self._uniforms[start : self._next]
+
+    def _take(self, count: int, device: torch.device) -> Tensor:
+        taken = self.uniforms(count)
+        return taken if device.type == "cpu" else taken.to(device, non_blocking=True)
 
     def successes(self, probs: Tensor) -> Tensor:
         return leading_successes(self._take(len(probs), probs.device), probs)
@@ -79,9 +84,8 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     returned, neither at u = 0 nor at u = 1. NaN weights give some id within the vocabulary.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[-1:]
-    threshold = uniform.clamp(max=_LARGEST_UNIFORM) * total  # rounds to less than the total
-    return torch.searchsorted(cumulative, threshold, right=True).clamp_(max=len(weights) - 1)
+    threshold = uniform.clamp(max=_LARGEST_UNIFORM) * cumulative[-1:]  # rounds to less than the total
+    return torch.searchsorted(cumulative[:-1], threshold, right=True)
 
 
 class ScriptedChance:

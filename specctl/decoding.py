@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specctl.acceptance import Proposal, Verdict, token_rule
 from specctl.chance import Chance
+from specctl.continuation import draw_tokens
 from specctl.drafters.base import Drafter
 from specctl.errors import NumericalError
 from specctl.events import Event, Finished, Round, TokenLogprob
@@ -54,16 +55,19 @@ def plain(
     while stopping.reason is None:
         started = perf_counter()
         chance.begin_round(index)
-        logits = session.extend(feed).logits[0, -1]  # [V]
-        p = law.probs(logits, History(token_ids=token_ids, prompt_length=len(prompt)))
-        drawn = chance.draw(p)
-        feed = drawn.view(1, 1)
-        token_id, health = torch.cat((drawn.double(), p.sum().double().view(1))).tolist()
+        history = History(token_ids=token_ids, prompt_length=len(prompt))
+        drawn = draw_tokens(
+            session, feed, 1, law=law, history=history, chance=chance, keep_logits=num_logprobs is not None
+        )
+        feed = drawn.ids.view(1, 1)
+        token_id, health = torch.cat((drawn.ids, drawn.probs[0, :1])).tolist()  # a row is NaN everywhere or nowhere
         if health != health:
             raise _not_finite(target.name, index)
         emitted = tuple(stopping.keep([int(token_id)]))
         token_ids += emitted
-        logprobs = None if num_logprobs is None else _logprobs(logits[None], emitted, num_logprobs)
+        logprobs = None
+        if num_logprobs is not None and drawn.logits is not None:
+            logprobs = _logprobs(drawn.logits, emitted, num_logprobs)
         yield _round(index, emitted, perf_counter() - started, logprobs)
         index += 1
     yield Finished(reason=stopping.reason, prompt_seconds=prompt_seconds)
@@ -185,8 +189,9 @@ def _round(index: int, emitted: tuple[int, ...], seconds: float, logprobs: tuple
 
 def _to_host(verdict: Verdict, ids: Tensor) -> list[float]:
     """num_accepted, closing, health and the drafted ids in one device-to-host transfer."""
-    health = verdict.health.double().view(1)  # what is joined with it becomes float64 too, exact for ids up to 2^53
-    values: list[float] = torch.cat((verdict.num_accepted.view(1), verdict.closing, health, ids)).tolist()
+    # Joined with a float32 the ids become float32 too, which is exact up to 2^24.
+    parts = (verdict.num_accepted.view(1), verdict.closing, verdict.health.view(1), ids)
+    values: list[float] = torch.cat(parts).tolist()
     return values
 
 

@@ -11,6 +11,7 @@ from fakes import CPU, random_llama
 from torch import Tensor
 
 from specctl.chance import SeededChance
+from specctl.continuation import Drawn, draw_tokens
 from specctl.decoding import plain, speculative
 from specctl.drafters.draft_model import DraftModel
 from specctl.errors import NumericalError, SpecctlError, UsageError
@@ -18,11 +19,11 @@ from specctl.events import Round
 from specctl.models import backend
 from specctl.models.kernel import decoder as kernel
 from specctl.models.kernel import library
-from specctl.models.kernel.decoder import KernelDecoder, why_not_kernel
+from specctl.models.kernel.decoder import KernelDecoder, KernelSession, why_not_kernel
 from specctl.models.llama import Llama, RopeScaling
 from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.session import CausalModel
-from specctl.sampling import SamplingLaw
+from specctl.sampling import History, SamplingLaw
 from specctl.stopping import StopRules
 
 SIZES = {
@@ -311,3 +312,104 @@ def test_it_can_be_left_out_or_asked_for() -> None:
     assert isinstance(backend.decoder(model(), "m", dtype=torch.float32, device=CPU, kernel=True), KernelDecoder)
     with pytest.raises(UsageError, match=r"runtime.kernel: m cannot run through it: .*float32"):
         backend.decoder(model(), "m", dtype=torch.float64, device=CPU, kernel=True)
+
+
+# ---- Drawing tokens in one call ----
+
+
+def drawn(made: KernelDecoder, law: SamplingLaw, seed: int, count: int, feed: list[int], *, at_once: bool) -> Drawn:
+    """Tokens after a prompt and `feed`, in one call or step by step."""
+    session, chance = made.session(), SeededChance(seed, 0)
+    chance.begin_round(0)
+    session.extend(IDS[:, :9])
+    if not at_once:
+        session = StepByStep(session)  # type: ignore[assignment]
+    history = History(token_ids=[*IDS[0, :9].tolist(), *feed], prompt_length=9)
+    found = draw_tokens(session, torch.tensor([feed]), count, law=law, history=history, chance=chance)
+    assert session.lengths == (9 + len(feed) + count - 1,)
+    return found
+
+
+class StepByStep:
+    """A session that cannot draw by itself."""
+
+    def __init__(self, session: KernelSession) -> None:
+        self.extend, self._session = session.extend, session
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self._session.lengths
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1e-30, 3.0, 0.0])
+@pytest.mark.parametrize("vocab_size", [19, 50, 300])
+def test_what_is_drawn_in_one_call_is_what_is_drawn_step_by_step(temperature: float, vocab_size: int) -> None:
+    made, law = decoder(model(vocab_size=vocab_size), threads=2), SamplingLaw(temperature=temperature)
+    seen = set()
+    for seed in range(40):
+        feed = [3] if seed % 2 else [3, 1]
+        mine = drawn(made, law, seed, 5, feed, at_once=True)
+        theirs = drawn(made, law, seed, 5, feed, at_once=False)
+        assert torch.equal(mine.ids, theirs.ids)
+        assert (mine.probs - theirs.probs).abs().max() < 1e-6 and not mine.probs[5].any()
+        assert mine.probs[:5].gather(1, mine.ids[:, None]).min() > 0
+        seen.add(tuple(mine.ids.tolist()))
+    assert len(seen) <= 2 if temperature < 1e-9 else len(seen) > 10
+
+
+def test_a_law_of_more_than_a_temperature_is_followed_step_by_step() -> None:
+    made = decoder(model())
+    for law in (SamplingLaw(top_k=1), SamplingLaw(banned_token_ids=(3,)), SamplingLaw(frequency_penalty=50.0)):
+        found = [drawn(made, law, seed, 8, [3], at_once=True).ids.tolist() for seed in range(20)]
+        assert found == [drawn(made, law, seed, 8, [3], at_once=False).ids.tolist() for seed in range(20)]
+        if law.top_k:
+            assert len({tuple(ids) for ids in found}) == 1
+        elif law.banned_token_ids:
+            assert not any(3 in ids for ids in found)
+        else:
+            assert all(len(set(ids)) == 8 for ids in found)
+
+
+def test_tokens_without_probability_are_not_drawn() -> None:
+    """Case A8's kind: logits of minus infinity, at the ends and between, and whatever uniform."""
+    module = model()
+    made = decoder(module)
+    session = made.session()
+    with torch.no_grad():
+        biased = copy.deepcopy(module)
+        hidden = session.extend(IDS[:, :1]).hidden[0, 0]
+        for token in (0, 7, 18):  # rows that make the logit far below all others
+            biased.lm_head.weight[token] = -hidden * 1e6
+    made = decoder(biased)
+    for uniform in (0.0, 0.5, 1 - 2**-53, 1.0):
+        ids, probs = made.session().draw(IDS[:, :1], 1, 1.0, torch.tensor([uniform], dtype=torch.float64))
+        assert (probs[0, [0, 7, 18]] == 0).all() and probs[0, ids] > 0
+        assert abs(probs[0].double().sum().item() - 1) < 1e-6
+
+
+def test_the_lowest_of_equal_maxima_is_greedy() -> None:
+    module = model()
+    with torch.no_grad():
+        module.lm_head.weight[5:9] = module.lm_head.weight[5]
+        hidden = decoder(module).session().extend(IDS[:, :1]).hidden[0, 0]
+        module.lm_head.weight[5:9] = hidden * 100
+    ids, probs = decoder(module).session().draw(IDS[:, :1], 1, 0.0, torch.tensor([0.9], dtype=torch.float64))
+    assert ids.tolist() == [5] and probs[0, 5] == 1 and probs[0].sum() == 1
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_draft_that_is_not_finite_is_named(temperature: float) -> None:
+    broken = model()
+    with torch.no_grad():
+        broken.lm_head.weight[3] = float("nan")
+    events = speculative(
+        decoder(model()),
+        DraftModel(decoder(broken), "the draft"),
+        [1, 2],
+        num_speculative_tokens=3,
+        law=SamplingLaw(temperature=temperature),
+        chance=SeededChance(0, 0),
+        stop=StopRules(max_new_tokens=9),
+    )
+    with pytest.raises(NumericalError, match="the draft produced NaN"):
+        list(events)

@@ -16,7 +16,7 @@ ROWS = (
     ("config", "config_file"),
     ("run_folder", "builtin_text", "documents", "corpus", "tokenizer", "chat", "prompts", "config_starter"),
     ("models",),
-    ("sampling", "acceptance", "chance"),
+    ("sampling", "acceptance", "chance", "continuation"),
     ("drafters",),
     ("stopping", "decoding", "stats"),
     ("training",),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specctl.acceptance import Proposal
 from specctl.chance import Chance
+from specctl.continuation import draw_tokens
 from specctl.drafters.base import DenseProposal, PointProposal
 from specctl.events import Round
 from specctl.models.session import CausalModel, Forward
@@ -61,15 +62,8 @@ class DraftModel:
             return PointProposal(torch.empty(0, dtype=torch.int64, device=self._device), self.model.vocab_size)
         limit = self._slide(len(token_ids), limit)
         feed = self._ids(token_ids[self._window_start + self._session.lengths[0] :])
-        drafted: list[Tensor] = []
-        rows: list[Tensor] = []
-        for _ in range(limit):
-            logits = self._session.extend(feed, num_logits=1).logits[0, -1]
-            seen = History(token_ids=token_ids, prompt_length=history.prompt_length, drafted=drafted)
-            rows.append(law.probs(logits, seen))
-            drafted.append(chance.draw(rows[-1]))
-            feed = drafted[-1].view(1, 1)
-        return DenseProposal(torch.cat(drafted), torch.stack([*rows, torch.zeros_like(rows[0])]))
+        drawn = draw_tokens(self._session, feed, limit, law=law, history=history, chance=chance)
+        return DenseProposal(drawn.ids, drawn.probs)
 
     def observe(self, round_: Round, forward: Forward) -> None:
         """Roll back to the committed tokens that are cached: those before the round and the accepted."""

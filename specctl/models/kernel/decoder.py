@@ -11,8 +11,10 @@ Knows nothing about sampling, text or files.
 """
 
 import ctypes
+import mmap
 from collections.abc import Callable, Sequence
-from ctypes import c_float, c_int64, c_void_p
+from contextlib import suppress
+from ctypes import c_double, c_float, c_int64, c_void_p
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from specctl.models.session import Forward
 
 _BLOCK = 16  # columns of a block of weights
 _KEYS = 32  # positions of a block of keys
+_ALIGNED = 64  # bytes
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -86,6 +89,15 @@ class _Pass(ctypes.Structure):
     )
 
 
+class _Draws(ctypes.Structure):
+    _fields_ = (
+        ("count", c_int64),
+        ("temperature", c_double),
+        ("uniforms", c_void_p),
+        ("ids", c_void_p),
+    )
+
+
 def why_not_kernel(
     shape: LlamaShape, dtype: torch.dtype, device: torch.device, narrate: Callable[[str], None] = lambda line: None
 ) -> str | None:
@@ -118,8 +130,8 @@ class KernelDecoder:
         self.name, self.shape, self.dtype, self.device = name, module.shape, dtype, torch.device("cpu")
         self.threads: int | None = None
         self.pass_bytes = 0  # of weights that a pass reads: all but an embedding of its own
-        self._run = library.load().specctl_pass
-        self._held: list[Tensor] = []
+        self.kernel = library.load()
+        self._memory = _Memory(sum(_held_bytes(weight) for weight in module.parameters()))
         shape, backbone = module.shape, module.model
         lm_head = self._matrix([module.lm_head])
         tied = module.lm_head.weight is backbone.embed_tokens.weight
@@ -144,7 +156,7 @@ class KernelDecoder:
             epsilon=shape.rms_norm_eps,
             score_scale=shape.head_dim**-0.5,
             layers=ctypes.addressof(layers),
-            embedding=None if embedding is None else self._hold(embedding),
+            embedding=None if embedding is None else self._memory.hold(embedding),
             embedding_is_half=embedding is not None and embedding.dtype == torch.bfloat16,
             norm=self._floats(backbone.norm.weight),
             lm_head=lm_head,
@@ -174,29 +186,10 @@ class KernelDecoder:
     def session(self, batch_size: int = 1) -> "KernelSession":
         return KernelSession(self, batch_size)
 
-    def run(self, ids: Tensor, cache: KVCache, start: int, num_logits: int) -> Forward:
-        """The pass over ids [B, T] int64 at positions from `start` on. Raises IndexError for an unknown id."""
-        batch, length = ids.shape
-        ids = ids.contiguous()
-        hidden = torch.empty(batch, num_logits, self.shape.hidden_size)
-        logits = torch.empty(batch, num_logits, self.shape.vocab_size)
-        storage = cache.storage
-        work = _Pass(
-            ids.data_ptr(),
-            batch,
-            length,
-            start,
-            num_logits,
-            num_cores() if self.threads is None else self.threads,
-            storage.data_ptr(),
-            storage.shape[4],
-            hidden.data_ptr(),
-            logits.data_ptr(),
-        )
-        unknown: int = self._run(ctypes.addressof(self._model), ctypes.addressof(work))
-        if unknown >= 0:
-            raise IndexError(f"{self.name} has no token {ids.flatten()[unknown]}; its vocabulary is {self.vocab_size}")
-        return Forward(logits, hidden)
+    @property
+    def address(self) -> int:
+        """Where the kernel finds the model."""
+        return ctypes.addressof(self._model)
 
     def _layer(self, layer: Layer) -> _Layer:
         attention, feed_forward = layer.self_attn, layer.mlp
@@ -224,11 +217,11 @@ class KernelDecoder:
         is_half, (count, _, width) = weight.dtype == torch.bfloat16, weight.shape
         if is_half:  # columns j and j + 8 side by side
             weight = weight.view(count, 2, 8, width).transpose(1, 2).flatten(1, 2)
-        weight = weight.transpose(1, 2).contiguous()  # [blocks, in, 16]
+        weight = weight.transpose(1, 2)  # [blocks, in, 16]
         self.pass_bytes += weight.nbytes
         columns = count * _BLOCK if len(linears) > 1 else linears[0].out_features
         return _Matrix(
-            weight=self._hold(weight),
+            weight=self._memory.hold(weight),
             bias=None if bias is None else self._floats(bias),
             rows=width,
             columns=columns,
@@ -236,12 +229,30 @@ class KernelDecoder:
         )
 
     def _floats(self, values: Tensor) -> int:
-        return self._hold(values.detach().float().contiguous())
+        return self._memory.hold(values.detach().float())
 
-    def _hold(self, tensor: Tensor) -> int:
-        """Its address, valid as long as this decoder."""
-        self._held.append(tensor)
-        return tensor.data_ptr()
+
+class _Memory:
+    """Room for weights in one piece, on large pages where the system has them: that many fewer addresses to look up."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map, self._used = mmap.mmap(-1, num_bytes), 0
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a system may have none
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+
+    def hold(self, tensor: Tensor) -> int:
+        """The address of a copy, valid as long as this memory."""
+        room = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
+        room.view(tensor.shape).copy_(tensor)
+        self._used += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        return room.data_ptr()
+
+
+def _held_bytes(weight: Tensor) -> int:
+    """The most that a parameter takes: float32, in whole blocks."""
+    rows = -(-len(weight) // _BLOCK) * _BLOCK
+    return -(-rows * weight[0].numel() * 4 // _ALIGNED) * _ALIGNED
 
 
 def _blocks(rows: Tensor) -> Tensor:
@@ -288,11 +299,53 @@ class KernelSession:
         self._cache.keep(lengths)
 
     def extend(self, ids: Tensor, num_logits: int | None = None) -> Forward:
+        batch, length = ids.shape
+        count = length if num_logits is None else num_logits
+        hidden = torch.empty(batch, count, self._decoder.shape.hidden_size)
+        logits = torch.empty(batch, count, self._decoder.vocab_size)
+        ids = ids.contiguous()
+        work = self._pass(ids, length, count, hidden, logits)
+        unknown = self._decoder.kernel.specctl_pass(self._decoder.address, ctypes.addressof(work))
+        self._check(unknown, ids, work.start)
+        return Forward(logits, hidden)
+
+    def draw(self, feed: Tensor, count: int, temperature: float, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw tokens after `feed` [1, T], each from the temperature's law and a uniform ([count] float64) of its own.
+
+        Returns ids [count] int64 and what they were drawn from, [count + 1, V], the last row zero. All but the last
+        of them are cached. One call for all: what is done for each is what `SamplingLaw` and `SeededChance` do.
+        """
+        ids, hidden = torch.empty(count, dtype=torch.int64), torch.empty(self._decoder.shape.hidden_size)
+        probs = torch.empty(count + 1, self._decoder.vocab_size)
+        probs[count].zero_()
+        feed, uniforms = feed.contiguous(), uniforms.contiguous()
+        work = self._pass(feed, feed.shape[1] + count - 1, 1, hidden, probs)
+        draws = _Draws(count, temperature, uniforms.data_ptr(), ids.data_ptr())
+        kernel, address = self._decoder.kernel, self._decoder.address
+        unknown = kernel.specctl_draw(address, ctypes.addressof(work), ctypes.addressof(draws))
+        self._check(unknown, feed, work.start)
+        return ids, probs
+
+    def _pass(self, ids: Tensor, reserved: int, num_logits: int, hidden: Tensor, logits: Tensor) -> _Pass:
+        """The pass over ids [B, T] contiguous, in a cache that has room for `reserved` more tokens by now."""
         torch.set_num_threads(1)  # what stands around the passes is small, and its threads would be in their way
-        length = ids.shape[1]
-        start, _ = self._cache.reserve(length)
-        try:
-            return self._decoder.run(ids, self._cache, start, length if num_logits is None else num_logits)
-        except IndexError:
+        start, _ = self._cache.reserve(reserved)
+        storage, threads = self._cache.storage, self._decoder.threads
+        return _Pass(
+            ids.data_ptr(),
+            *ids.shape,
+            start,
+            num_logits,
+            num_cores() if threads is None else threads,
+            storage.data_ptr(),
+            storage.shape[4],
+            hidden.data_ptr(),
+            logits.data_ptr(),
+        )
+
+    def _check(self, unknown: int, ids: Tensor, start: int) -> None:
+        """unknown: the first place in ids of a token that the model does not have, or -1."""
+        if unknown >= 0:
             self._cache.length = start
-            raise
+            name, size = self._decoder.name, self._decoder.vocab_size
+            raise IndexError(f"{name} has no token {ids.flatten()[unknown]}; its vocabulary has {size}")

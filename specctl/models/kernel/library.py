@@ -41,8 +41,9 @@ def load() -> ctypes.CDLL:
         except OSError:  # not there, or broken
             _build(compiler, path)
             library = ctypes.CDLL(str(path))
-    library.specctl_pass.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.specctl_pass.restype = ctypes.c_int64
+    library.specctl_pass.argtypes = [ctypes.c_void_p] * 2
+    library.specctl_draw.argtypes = [ctypes.c_void_p] * 3
+    library.specctl_pass.restype = library.specctl_draw.restype = ctypes.c_int64
     return library
 
 

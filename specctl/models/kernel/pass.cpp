@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 namespace specctl {
 
@@ -57,13 +58,22 @@ struct Pass {
     float *logits;  // [B, num_logits, V]
 };
 
+// Tokens to draw one after the other. B = 1 and num_logits = 1; `logits` has a row for each.
+struct Draws {
+    int64_t count;
+    double temperature;      // 0 is greedy
+    const double *uniforms;  // [count], in [0, 1)
+    int64_t *ids;            // [count]
+};
+
 namespace {
 
 constexpr int64_t kBlock = 16;        // columns of a block
 constexpr int64_t kKeys = 32;         // positions of a block of keys
 constexpr int64_t kKeyTile = 256;     // positions that stay in a near cache while all queries pass over them
 constexpr int64_t kRows = 6;          // rows of a product at a time: as many as registers hold
-constexpr int64_t kTilesWidened = 4;  // from so many tiles of rows on, weights are widened once for all
+constexpr int64_t kTilesWidened = 3;  // so many tiles of rows are worth widening bfloat16 weights once for all
+constexpr int64_t kStretch = 192;     // rows of a block that stay in the nearest cache
 constexpr int64_t kAhead = 3072;      // bytes
 constexpr int64_t kQueries = 16;      // queries of one unit of attention, at most
 constexpr int64_t kBlocksAtOnce = 4;  // blocks of one unit of a product, at most
@@ -87,10 +97,10 @@ inline float sum(Floats x) { return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }  // b where either is NaN
 
-// exp(x) to two units in the last place; x is taken for -87 (1e-38) below that and 88 above. NaN stays.
-inline Floats exponential(Floats x) {
-    const Floats lowest = all(-87.0f), highest = all(88.0f);
-    x = x < lowest ? lowest : x;
+// exp(x) to two units in the last place; 0 below -87 (1e-38), and above 88 as at 88. NaN stays.
+inline Floats exponential(Floats argument) {
+    const Floats lowest = all(-87.0f), highest = all(88.0f), nothing = {};
+    Floats x = argument < lowest ? lowest : argument;
     x = x > highest ? highest : x;
     const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     Floats whole = (x * 1.44269504f + shift) - shift;
@@ -105,7 +115,7 @@ inline Floats exponential(Floats x) {
     Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
     Floats scale;
     std::memcpy(&scale, &power, sizeof scale);
-    return series * scale;
+    return argument < lowest ? nothing : series * scale;
 }
 
 // ---- Products ----
@@ -124,18 +134,32 @@ template <bool half> inline void widen(const void *weight, int64_t row, Floats &
     }
 }
 
-// `rows` rows of x times `blocks` neighbouring blocks, into out.
+template <bool half> constexpr int64_t kRowBytes = kBlock * (half ? 2 : 4);  // of one row of a block
+
+// A stretch of rows of neighbouring blocks, and what to fetch while it is multiplied with.
+struct Stretch {
+    const char *weight;    // its first row in the first block
+    int64_t length;        // rows
+    int64_t block_bytes;   // from a row in one block to the same in the next
+    bool is_first;         // else it is added to what came before
+    const char *ahead;     // fetched with the first row; each further row fetches what is
+    int64_t ahead_step;    // so many bytes behind
+};
+
+// `rows` rows of x, from the stretch's first column on, times `blocks` blocks, into out.
 template <int rows, int blocks, bool half>
-void multiply(const float *x, int64_t x_stride, const char *weight, int64_t in, float *out, int64_t out_stride) {
-    const int64_t block_bytes = in * kBlock * (half ? 2 : 4);
+void multiply(const float *x, int64_t x_stride, const Stretch &stretch, float *out, int64_t out_stride) {
     Floats sums[rows][2 * blocks] = {};
-    for (int64_t i = 0; i < in; ++i) {
+    if (!stretch.is_first)
+        for (int row = 0; row < rows; ++row)
+            for (int part = 0; part < 2 * blocks; ++part) sums[row][part] = load(out + row * out_stride + 8 * part);
+    for (int64_t i = 0; i < stretch.length; ++i) {
         // Where products take their time, too few weights are in flight by themselves to keep memory busy.
-        if (blocks == 1) __builtin_prefetch(weight + i * kBlock * (half ? 2 : 4) + kAhead);
+        if (blocks == 1) __builtin_prefetch(stretch.ahead + i * stretch.ahead_step);
 #pragma GCC unroll 4
         for (int block = 0; block < blocks; ++block) {
             Floats low, high;
-            widen<half>(weight + block * block_bytes, i, low, high);
+            widen<half>(stretch.weight + block * stretch.block_bytes, i, low, high);
 #pragma GCC unroll 6
             for (int row = 0; row < rows; ++row) {
                 const float factor = x[row * x_stride + i];
@@ -149,57 +173,73 @@ void multiply(const float *x, int64_t x_stride, const char *weight, int64_t in, 
 }
 
 template <int rows, int blocks, bool half>
-void multiply_all(const float *x, int64_t x_stride, const char *weight, int64_t in, int64_t count, float *out,
-                  int64_t out_stride) {
-    const int64_t block_bytes = in * kBlock * (half ? 2 : 4);
-    int64_t block = 0;
-    for (; block + blocks <= count; block += blocks)
-        multiply<rows, blocks, half>(x, x_stride, weight + block * block_bytes, in, out + block * kBlock, out_stride);
-    for (; block < count; ++block)
-        multiply<rows, 1, half>(x, x_stride, weight + block * block_bytes, in, out + block * kBlock, out_stride);
+void multiply_all(const float *x, int64_t x_stride, Stretch stretch, int64_t count, float *out, int64_t out_stride) {
+    while (count > 0) {
+        const int taken = count >= blocks ? blocks : 1;
+        if (taken == blocks) multiply<rows, blocks, half>(x, x_stride, stretch, out, out_stride);
+        else multiply<rows, 1, half>(x, x_stride, stretch, out, out_stride);
+        stretch.weight += taken * stretch.block_bytes;
+        stretch.ahead += taken * stretch.block_bytes;
+        out += taken * kBlock;
+        count -= taken;
+    }
 }
 
 template <bool half>
-void multiply_rows(int64_t rows, const float *x, int64_t x_stride, const char *weight, int64_t in, int64_t count,
-                   float *out, int64_t out_stride) {
+void multiply_rows(int64_t rows, const float *x, int64_t x_stride, const Stretch &stretch, int64_t count, float *out,
+                   int64_t out_stride) {
     // More blocks at once where rows are few: sums in flight hide how long one addition takes.
     switch (rows) {
-        case 1: return multiply_all<1, 4, half>(x, x_stride, weight, in, count, out, out_stride);
-        case 2: return multiply_all<2, 2, half>(x, x_stride, weight, in, count, out, out_stride);
-        case 3: return multiply_all<3, half ? 1 : 2, half>(x, x_stride, weight, in, count, out, out_stride);
-        case 4: return multiply_all<4, 1, half>(x, x_stride, weight, in, count, out, out_stride);
-        case 5: return multiply_all<5, 1, half>(x, x_stride, weight, in, count, out, out_stride);
-        default: return multiply_all<6, 1, half>(x, x_stride, weight, in, count, out, out_stride);
+        case 1: return multiply_all<1, 4, half>(x, x_stride, stretch, count, out, out_stride);
+        case 2: return multiply_all<2, 2, half>(x, x_stride, stretch, count, out, out_stride);
+        case 3: return multiply_all<3, half ? 1 : 2, half>(x, x_stride, stretch, count, out, out_stride);
+        case 4: return multiply_all<4, 1, half>(x, x_stride, stretch, count, out, out_stride);
+        case 5: return multiply_all<5, 1, half>(x, x_stride, stretch, count, out, out_stride);
+        default: return multiply_all<6, 1, half>(x, x_stride, stretch, count, out, out_stride);
     }
 }
 
-// x [rows, in] times `count` blocks from `first` on, plus the bias, into out [rows, count * 16].
-void product(const Matrix &matrix, int64_t first, int64_t count, const float *x, int64_t rows, float *out,
-             std::vector<float> &widened) {
-    const int64_t in = matrix.in, block_bytes = in * kBlock * (matrix.is_half ? 2 : 4), stride = count * kBlock;
-    const char *weight = static_cast<const char *>(matrix.weight) + first * block_bytes;
-    const int64_t tiles = (rows + kRows - 1) / kRows;
-    const bool widen_first = matrix.is_half && tiles >= kTilesWidened, is_half = matrix.is_half && !widen_first;
-    const int64_t together = tiles == 1 ? count : 1;  // blocks; more tiles go over one while it is near
-    for (int64_t block = 0; block < count; block += together) {
-        const char *columns = weight + block * block_bytes;
-        if (widen_first) {
-            widened.resize(in * kBlock);
-            for (int64_t i = 0; i < in; ++i) {
-                Floats low, high;
-                widen<true>(columns, i, low, high);
-                store(&widened[i * kBlock], low);
-                store(&widened[i * kBlock + 8], high);
-            }
-            columns = reinterpret_cast<const char *>(widened.data());
-        }
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-            const int64_t row = tile * rows / tiles, end = (tile + 1) * rows / tiles;
-            float *to = out + row * stride + block * kBlock;
-            if (is_half) multiply_rows<true>(end - row, x + row * in, in, columns, in, together, to, stride);
-            else multiply_rows<false>(end - row, x + row * in, in, columns, in, together, to, stride);
-        }
+// x [rows, in] times `count` neighbouring blocks, into out [rows, count * 16].
+template <bool half>
+void multiply_blocks(const float *x, int64_t rows, int64_t in, const char *weight, int64_t count, float *out) {
+    constexpr int64_t row_bytes = kRowBytes<half>;
+    const int64_t tiles = (rows + kRows - 1) / kRows, stride = count * kBlock;
+    if (tiles == 1) {
+        const Stretch whole = {weight, in, in * row_bytes, true, weight + kAhead, row_bytes};
+        return multiply_rows<half>(rows, x, in, whole, count, out, stride);
     }
+    // All tiles of rows go over a stretch while it is near, widened once for all, and each fetches its share of the next.
+    alignas(64) float widened[kStretch * kBlock];
+    for (int64_t block = 0; block < count; ++block)
+        for (int64_t from = 0; from < in; from += kStretch) {
+            const int64_t length = std::min(in - from, kStretch), step = row_bytes / tiles;
+            const char *near = weight + (block * in + from) * row_bytes, *next = near + length * row_bytes;
+            const bool widens = half && tiles >= kTilesWidened;
+            if (widens) {
+                for (int64_t i = 0; i < length; ++i) {
+                    Floats low, high;
+                    widen<half>(near, i, low, high);
+                    store(widened + i * kBlock, low);
+                    store(widened + i * kBlock + 8, high);
+                }
+                near = reinterpret_cast<const char *>(widened);
+            }
+            for (int64_t tile = 0; tile < tiles; ++tile) {
+                const int64_t row = tile * rows / tiles, end = (tile + 1) * rows / tiles;
+                const Stretch stretch = {near, length, 0, from == 0, next + tile * length * step, step};
+                float *to = out + row * stride + block * kBlock;
+                if (widens) multiply_rows<false>(end - row, x + row * in + from, in, stretch, 1, to, stride);
+                else multiply_rows<half>(end - row, x + row * in + from, in, stretch, 1, to, stride);
+            }
+        }
+}
+
+// x [rows, in] times `count` blocks from `first` on, plus the bias, into out [rows, count * 16].
+void product(const Matrix &matrix, int64_t first, int64_t count, const float *x, int64_t rows, float *out) {
+    const int64_t in = matrix.in, stride = count * kBlock;
+    const char *weight = static_cast<const char *>(matrix.weight);
+    if (matrix.is_half) multiply_blocks<true>(x, rows, in, weight + first * in * kRowBytes<true>, count, out);
+    else multiply_blocks<false>(x, rows, in, weight + first * in * kRowBytes<false>, count, out);
     if (matrix.bias == nullptr) return;
     const float *bias = matrix.bias + first * kBlock;
     for (int64_t row = 0; row < rows; ++row)
@@ -357,7 +397,7 @@ class Decoding {
             heads + 2 * kv_heads, [&] { x = normalised(worker, layer.attention_norm); },
             [&](int64_t head) {
                 float *out = worker.memory(1, rows_ * head_dim);
-                product(layer.qkv, head * blocks, blocks, x, rows_, out, worker.widened);
+                product(layer.qkv, head * blocks, blocks, x, rows_, out);
                 const bool is_q = head < heads, is_k = !is_q && head < heads + kv_heads;
                 const float *norm = is_q ? layer.q_norm : is_k ? layer.k_norm : nullptr;
                 for (int64_t row = 0; row < rows_; ++row) {
@@ -452,7 +492,7 @@ class Decoding {
         worker.share((blocks + size - 1) / size, [] {}, [&](int64_t unit) {
             const int64_t first = unit * size, count = std::min(size, blocks - first), stride = count * kBlock;
             float *out = worker.memory(1, rows_ * stride);
-            product(matrix, first, count, from, rows_, out, worker.widened);
+            product(matrix, first, count, from, rows_, out);
             for (int64_t row = 0; row < rows_; ++row) {
                 float *x = x_ + row * model_.width + first * kBlock;
                 const int64_t width = std::min(stride, model_.width - first * kBlock);
@@ -471,7 +511,7 @@ class Decoding {
             [&](int64_t unit) {
                 const int64_t first = unit * size, count = std::min(size, pairs - first), stride = 2 * count * kBlock;
                 float *out = worker.memory(1, rows_ * stride);
-                product(layer.gate_up, 2 * first, 2 * count, x, rows_, out, worker.widened);
+                product(layer.gate_up, 2 * first, 2 * count, x, rows_, out);
                 for (int64_t row = 0; row < rows_; ++row)
                     for (int64_t pair = 0; pair < count; ++pair) {
                         const float *both = out + row * stride + 2 * pair * kBlock;
@@ -505,7 +545,7 @@ class Decoding {
                 if (unit == 0) std::memcpy(pass_.hidden, x, rows * width * sizeof(float));
                 const int64_t first = unit * size, count = std::min(size, blocks - first), stride = count * kBlock;
                 float *out = worker.memory(1, rows * stride);
-                product(matrix, first, count, x, rows, out, worker.widened);
+                product(matrix, first, count, x, rows, out);
                 const int64_t columns = std::min(stride, matrix.out - first * kBlock);
                 for (int64_t row = 0; row < rows; ++row)
                     std::memcpy(pass_.logits + row * matrix.out + first * kBlock, out + row * stride,
@@ -519,18 +559,90 @@ class Decoding {
     float *x_, *qkv_, *attended_, *gated_;  // [N, D], [N, (H + 2 Hkv) Hd] of which q is used, [N, H Hd], [N, F]
 };
 
+// ---- Drawing ----
+
+// The sampling law at a temperature and nothing else: logits [V] become probabilities, as in sampling.py.
+// A row with a NaN or infinite maximum becomes NaN everywhere. The id of the maximum, the lowest of equals, comes back.
+int64_t to_probabilities(float *row, int64_t vocab_size, double temperature) {
+    int64_t best = 0;
+    bool is_finite = true;
+    for (int64_t i = 0; i < vocab_size; ++i) {
+        if (row[i] > row[best]) best = i;
+        is_finite &= row[i] < INFINITY;  // not where it is NaN either
+    }
+    const float maximum = row[best];
+    if (!is_finite || maximum == -INFINITY) {
+        std::fill(row, row + vocab_size, NAN);
+        return 0;
+    }
+    if (temperature == 0) {
+        std::fill(row, row + vocab_size, 0.0f);
+        row[best] = 1.0f;
+        return best;
+    }
+    const float divisor = std::max(static_cast<float>(temperature), std::numeric_limits<float>::min());
+    Floats totals = {};
+    int64_t i = 0;
+    for (; i + 8 <= vocab_size; i += 8) {
+        const Floats weight = exponential((load(row + i) - maximum) / divisor);
+        store(row + i, weight);
+        totals += weight;
+    }
+    float total = sum(totals);
+    for (; i < vocab_size; ++i) total += row[i] = exponential(all((row[i] - maximum) / divisor))[0];
+    for (i = 0; i + 8 <= vocab_size; i += 8) store(row + i, load(row + i) / total);
+    for (; i < vocab_size; ++i) row[i] /= total;
+    return best;
+}
+
+// The first id whose cumulative weight exceeds u times the total, as in chance.py: sums in double, in the ids' order.
+int64_t inverse_cdf(const float *weights, int64_t vocab_size, double uniform) {
+    double total = 0;
+    for (int64_t i = 0; i < vocab_size; ++i) total += weights[i];
+    const double threshold = std::min(uniform, 1 - 0x1p-53) * total;  // rounds to less than the total
+    double cumulative = 0;
+    for (int64_t i = 0; i < vocab_size - 1; ++i)
+        if ((cumulative += weights[i]) > threshold) return i;
+    return vocab_size - 1;
+}
+
+bool is_known(const Model &model, int64_t id) { return id >= 0 && id < model.vocab_size; }
+
+// All passes of the process take turns: they share the threads and what a pass works in.
+void run(const Model &model, const Pass &pass) {
+    static std::mutex one_at_a_time;
+    static Pool &pool = *new Pool;  // never destroyed: its threads outlive everything
+    static std::vector<float> &shared = *new std::vector<float>;
+    std::lock_guard<std::mutex> hold(one_at_a_time);
+    pool.run(static_cast<int>(pass.threads), Decoding::num_phases(model), Decoding(model, pass, shared));
+}
+
 }  // namespace
 }  // namespace specctl
 
-// Returns the index of the first id that is not in the vocabulary, or -1 when the pass is done.
+// Both return the index of the first id that is not in the vocabulary, or -1 when all is done.
+
 extern "C" int64_t specctl_pass(const specctl::Model *model, const specctl::Pass *pass) {
     for (int64_t i = 0; i < pass->batch * pass->length; ++i)
-        if (pass->ids[i] < 0 || pass->ids[i] >= model->vocab_size) return i;
-    static std::mutex one_at_a_time;
-    static specctl::Pool &pool = *new specctl::Pool;  // never destroyed: its threads outlive everything
-    static std::vector<float> &shared = *new std::vector<float>;
-    std::lock_guard<std::mutex> hold(one_at_a_time);
-    specctl::Decoding decoding(*model, *pass, shared);
-    pool.run(static_cast<int>(pass->threads), specctl::Decoding::num_phases(*model), decoding);
+        if (!specctl::is_known(*model, pass->ids[i])) return i;
+    specctl::run(*model, *pass);
+    return -1;
+}
+
+// Passes that feed each other: a token is drawn from each one's last logits, which become its probabilities.
+extern "C" int64_t specctl_draw(const specctl::Model *model, const specctl::Pass *first, const specctl::Draws *draws) {
+    specctl::Pass pass = *first;
+    for (int64_t step = 0; step < draws->count; ++step) {
+        const int64_t unknown = specctl_pass(model, &pass);
+        if (unknown >= 0) return unknown;
+        const int64_t best = specctl::to_probabilities(pass.logits, model->vocab_size, draws->temperature);
+        draws->ids[step] = draws->temperature == 0
+                               ? best
+                               : specctl::inverse_cdf(pass.logits, model->vocab_size, draws->uniforms[step]);
+        pass.start += pass.length;
+        pass.length = 1;
+        pass.ids = draws->ids + step;
+        pass.logits += model->vocab_size;
+    }
     return -1;
 }

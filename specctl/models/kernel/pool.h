@@ -58,8 +58,6 @@ class Worker {
         return part_memory.data();
     }
 
-    std::vector<float> widened;  // a block of a matrix
-
   private:
     std::vector<float> *memory_;
     Phase *phase_ = nullptr;
