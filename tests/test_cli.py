@@ -99,7 +99,8 @@ def test_break_it_fields(tiny: Tiny) -> None:
     assert [row["name"] for row in document["rows"]] == ["baseline", "aligned", "distilled", "mismatched", "medusa"]
     assert all(row.keys() == BREAK_ROW for row in document["rows"])
     assert [row["cause"] is None for row in document["rows"]] == [True, False, False, False, False]
-    assert document["rows"][3]["cause"].startswith("low agreement")
+    # Which of the two is a matter of times: models this small cost about the same.
+    assert document["rows"][3]["cause"].startswith(("low agreement", "costly draft"))
 
 
 def test_train_fields(tiny: Tiny) -> None:

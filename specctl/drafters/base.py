@@ -40,16 +40,16 @@ class DenseProposal:
     """Tokens drawn from full distributions. ids: [K] int64; q: [K + 1, V], the last row zero."""
 
     def __init__(self, ids: Tensor, q: Tensor) -> None:
-        self.ids, self._q = ids, q
+        self.ids, self.q = ids, q
 
     def at(self, ids: Tensor) -> Tensor:
-        return self._q[:-1].gather(1, ids[:, None])[:, 0]
+        return self.q[:-1].gather(1, ids[:, None])[:, 0]
 
     def row(self, position: Tensor) -> Tensor:
-        return self._q.index_select(0, position.view(1))[0]
+        return self.q.index_select(0, position.view(1))[0]
 
     def excess(self, weighted: Tensor) -> Tensor:
-        return (weighted - self._q[:-1]).clamp_(min=0).sum(1)
+        return (weighted - self.q[:-1]).clamp_(min=0).sum(1)
 
 
 class PointProposal:

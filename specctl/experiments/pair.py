@@ -10,12 +10,13 @@ from time import perf_counter
 
 import torch
 
-from specctl.acceptance import block_rule, token_rule, typical_rule
+from specctl.acceptance import block_rule, typical_rule
 from specctl.chance import SeededChance
 from specctl.config import DecodingConfig, DraftModelConfig, MedusaConfig, RunConfig
 from specctl.decoding import Rule, plain, speculative
 from specctl.drafters.base import Drafter
 from specctl.drafters.draft_model import DraftModel
+from specctl.drafters.fast_rule import fast_token_rule
 from specctl.drafters.medusa import MedusaDrafter
 from specctl.drafters.ngram import NgramDrafter
 from specctl.errors import UsageError
@@ -263,7 +264,7 @@ def rule_of(decoding: DecodingConfig) -> Rule:
     """The acceptance rule that a run asks for."""
     if decoding.rule == "typical":
         return partial(typical_rule, epsilon=decoding.typical_epsilon, delta=decoding.typical_delta)
-    return block_rule if decoding.rule == "block" else token_rule
+    return block_rule if decoding.rule == "block" else fast_token_rule
 
 
 def choose_device(config: RunConfig) -> torch.device:

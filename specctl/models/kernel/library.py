@@ -43,8 +43,15 @@ def load() -> ctypes.CDLL:
             library = ctypes.CDLL(str(path))
     library.specctl_pass.argtypes = [ctypes.c_void_p] * 2
     library.specctl_draw.argtypes = [ctypes.c_void_p] * 3
-    library.specctl_pass.restype = library.specctl_draw.restype = ctypes.c_int64
+    library.specctl_token_rule.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 2 + [ctypes.c_void_p] * 3
+    for function in (library.specctl_pass, library.specctl_draw, library.specctl_token_rule):
+        function.restype = ctypes.c_int64
     return library
+
+
+def loaded() -> ctypes.CDLL | None:
+    """The library, if something has loaded it; nothing is built."""
+    return load() if load.cache_info().currsize else None
 
 
 def is_built() -> bool:

@@ -620,6 +620,32 @@ void run(const Model &model, const Pass &pass) {
 }  // namespace
 }  // namespace specctl
 
+// acceptance.py's token_rule: p and q [K + 1, V], the last row of q zero, ids [K], K + 1 uniforms. Returns how many
+// drafts are accepted. closing: two integers, of which the second becomes the closing token; health: NaN where a ratio
+// or the closing law is. difference: room for V.
+extern "C" int64_t specctl_token_rule(const float *p, const float *q, const int64_t *ids, const double *uniforms,
+                                      int64_t count, int64_t vocab_size, int64_t *closing, float *health,
+                                      float *difference) {
+    int64_t accepted = 0;
+    *health = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const float ratio = p[i * vocab_size + ids[i]] / q[i * vocab_size + ids[i]];
+        *health += ratio;
+        accepted += accepted == i && uniforms[i] < ratio;
+    }
+    p += accepted * vocab_size;
+    q += accepted * vocab_size;
+    float total = 0;
+    for (int64_t i = 0; i < vocab_size; ++i) {
+        const float rest = p[i] - q[i];
+        difference[i] = rest < 0 ? 0 : rest;  // NaN stays
+        total += difference[i];
+        *health += p[i];
+    }
+    *closing = specctl::inverse_cdf(total == 0 ? p : difference, vocab_size, uniforms[count]);
+    return accepted;
+}
+
 // Both return the index of the first id that is not in the vocabulary, or -1 when all is done.
 
 extern "C" int64_t specctl_pass(const specctl::Model *model, const specctl::Pass *pass) {
