@@ -19,12 +19,14 @@ _SUMS = 10  # between the requests of one prompt
 
 @dataclass(slots=True)
 class Limit:
-    """buffer: as many bytes as a pass reads. seconds: of each sum of it."""
+    """buffer: as many bytes as a pass reads. threads: as the passes have. seconds: of each sum of it."""
 
     buffer: torch.Tensor
+    threads: int
     seconds: list[float] = field(default_factory=list)
 
     def measure(self) -> None:
+        torch.set_num_threads(self.threads)
         for trial in range(_SUMS + 1):
             started = perf_counter()
             self.buffer.sum().item()
@@ -43,7 +45,7 @@ class Limit:
 
 def limit_of(pair: Pair) -> Limit:
     # Ones: the pages of untouched zeros are all one page of memory, and would read at a cache's speed.
-    return Limit(torch.ones(streamed_bytes(pair) // 4, device=pair.device))
+    return Limit(torch.ones(streamed_bytes(pair) // 4, device=pair.device), pair.threads)
 
 
 def streamed_bytes(pair: Pair) -> int:

@@ -4,7 +4,7 @@ One function for both, so that the baseline and the draft are equally well tuned
 Shapes: T tokens, N drawn, V vocab. Knows nothing about rounds, rules or text.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -57,4 +57,5 @@ def draw_tokens(
 
 @cache
 def _is_temperature_alone(law: SamplingLaw) -> bool:
-    return type(law) is SamplingLaw and law == replace(SamplingLaw(), temperature=law.temperature)
+    nothing_else = SamplingLaw(temperature=law.temperature, end_token_ids=law.end_token_ids)  # not ruled out by default
+    return type(law) is SamplingLaw and law == nothing_else

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import CPU, random_llama
+from tiny_run import Tiny
 from torch import Tensor
 
 from specctl.chance import SeededChance
@@ -339,6 +340,23 @@ class StepByStep:
     @property
     def lengths(self) -> tuple[int, ...]:
         return self._session.lengths
+
+
+def test_a_run_draws_in_one_call(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law of a run names its end tokens, which changes nothing as long as no shortest output is asked for."""
+    pair = tiny.pair()
+    if not isinstance(pair.target, KernelDecoder):
+        pytest.skip("no kernel")
+    calls: list[int] = []
+    draw = KernelSession.draw
+    monkeypatch.setattr(KernelSession, "draw", lambda self, *given: calls.append(given[1]) or draw(self, *given))
+    for k, name in ((0, "none"), (3, "distilled")):
+        list(pair.events(pair.prompts(1)[0], drafter=name, k=k, stop=StopRules(max_new_tokens=8)))
+    assert calls.count(1) >= 8 and calls.count(3) >= 1
+    calls.clear()
+    pair = tiny.pair("decoding.min_new_tokens=4")
+    list(pair.events(pair.prompts(1)[0], drafter="none", k=0))
+    assert not calls
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1e-30, 3.0, 0.0])

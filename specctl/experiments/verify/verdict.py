@@ -25,6 +25,7 @@ from specctl.experiments.verify.subject import Parts, Subject, subject, through_
 from specctl.experiments.workload import workload
 from specctl.models.backend import NATIVE
 from specctl.models.hf import HFModel
+from specctl.models.kernel.decoder import KernelDecoder
 
 NUM_TOKENS = 20_000
 FALSE_ALARM_RATE = 1e-3  # of the whole verdict: the other parts do not draw lots
@@ -105,7 +106,8 @@ def verify(
     findings = [_enumeration(enumerate_cases(tested.clean.rule, CASES))]
     rescored, sampling = sampled_run(tested, plan, FALSE_ALARM_RATE, advance)
     findings += [_rescore(rescored), _sampling(sampling)]
-    gap = tie_gap(_dtype(pair))
+    # The kernel's logits are the same bits in passes of any length, so nothing excuses another token.
+    gap = 0.0 if isinstance(pair.target, KernelDecoder) else tie_gap(_dtype(pair))
     first, on_run = plan.prompts[:_GREEDY_PROMPTS], partial(advance, _GREEDY_TOKENS)
     texts = greedy(others, first, gap=gap, num_tokens=_GREEDY_TOKENS, on_run=on_run)
     findings.append(_greedy(texts))
