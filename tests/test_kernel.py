@@ -24,6 +24,7 @@ from specctl.models.kernel.decoder import KernelDecoder, KernelSession, why_not_
 from specctl.models.llama import Llama, RopeScaling
 from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.session import CausalModel
+from specctl.models.vocabulary import trimmed
 from specctl.sampling import History, SamplingLaw
 from specctl.stopping import StopRules
 
@@ -161,6 +162,24 @@ def test_fewer_logits_are_the_last() -> None:
     made = decoder(model())
     every, last = made.session(2).extend(IDS.expand(2, -1)), made.session(2).extend(IDS.expand(2, -1), num_logits=2)
     assert torch.equal(last.logits, every.logits[:, -2:]) and torch.equal(last.hidden, every.hidden[:, -2:])
+
+
+def test_padding_is_never_computed_or_read() -> None:
+    """Case 17's kind: rows of padding, here with the largest logits of all."""
+    module = model(vocab_size=50)
+    with torch.no_grad():
+        module.lm_head.weight[37:] *= 100
+    whole = decoder(module, threads=2)
+    cut = trimmed(whole, 37)
+    assert cut.vocab_size == 37 and trimmed(whole, 50) is whole
+    ids = IDS[:, :20]
+    assert torch.equal(cut.session().extend(ids).logits, whole.session().extend(ids).logits[..., :37])
+    drawn_ids, probs = cut.session().draw(ids, 30, 1.0, torch.rand(30, dtype=torch.float64))
+    assert drawn_ids.max() < 37 and probs.shape == (31, 37) and whole.vocab_size == 50
+    with pytest.raises(IndexError, match="no token 37"):
+        cut.session().extend(torch.tensor([[37]]))
+    with pytest.raises(UsageError, match="50 vocabulary rows for 51"):
+        trimmed(whole, 51)
 
 
 def test_used_up_weights_are_let_go_and_not_missed() -> None:

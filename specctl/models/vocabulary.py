@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specctl.errors import SpecctlError, UsageError
+from specctl.models.kernel.decoder import KernelDecoder
 from specctl.models.session import CausalModel, Forward, Session
 from specctl.tokenizer import Tokenizer
 
@@ -26,6 +27,8 @@ _ABSENT = -1e30
 
 def trimmed(model: CausalModel, vocab_size: int) -> CausalModel:
     """The model over its first `vocab_size` tokens: itself where it has no more."""
+    if isinstance(model, KernelDecoder) and vocab_size < model.vocab_size:
+        return model.trimmed(vocab_size)
     return model if model.vocab_size == vocab_size else Trimmed(model, vocab_size)
 
 

@@ -118,16 +118,17 @@ def through_empty_session(model: CausalModel) -> Fresh:
     return fresh
 
 
-def through_module(module: Module, dtype: torch.dtype, device: torch.device) -> Fresh:
+def through_module(module: Module, dtype: torch.dtype, device: torch.device, vocab_size: int) -> Fresh:
     """The module that is trained and saved: it shares no line with the decoder and has no cache at all.
 
-    A model behind transformers is itself, without its cache.
+    vocab_size: columns of the logits that are kept; what is left out is padding. A model behind transformers is
+    itself, without its cache.
     """
     own = copy.deepcopy(module).to(device, dtype).eval() if isinstance(module, Llama) else module
 
     @torch.inference_mode()
     def fresh(ids: Tensor) -> Forward:
         forward: Forward = own(ids)
-        return forward
+        return Forward(forward.logits[..., :vocab_size], forward.hidden)
 
     return fresh

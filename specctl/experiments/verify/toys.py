@@ -148,7 +148,7 @@ def toy(
         rule=rule,
         device=_CPU,
     )
-    fresh = through_module(module, torch.float64, _CPU) if target == "HISTORY" else None
+    fresh = through_module(module, torch.float64, _CPU, vocab_size) if target == "HISTORY" else None
     return subject(parts, fresh_target=fresh, dtype=torch.float64)
 
 

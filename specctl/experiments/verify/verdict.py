@@ -152,9 +152,9 @@ def subject_of(pair: Pair, name: str) -> Subject:
     repeatable = (*NATIVE, HFModel) if exact else (HFModel,)
     fresh_target = fresh_draft = None
     if isinstance(pair.target, repeatable):
-        fresh_target = through_module(pair.artefacts.target(), dtype, pair.device)
+        fresh_target = through_module(pair.artefacts.target(), dtype, pair.device, pair.target.vocab_size)
     if isinstance(drafter, DraftModel) and isinstance(drafter.model, repeatable):
-        fresh_draft = through_module(pair.artefacts.draft(name), dtype, pair.device)
+        fresh_draft = through_module(pair.artefacts.draft(name), dtype, pair.device, drafter.model.vocab_size)
     parts = Parts(target=pair.target, drafter=drafter, law=law, draft_law=draft_law, rule=pair.rule, device=pair.device)
     return subject(parts, fresh_target=fresh_target, fresh_draft=fresh_draft, dtype=dtype)
 

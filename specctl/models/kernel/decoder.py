@@ -10,6 +10,7 @@ Shapes: B sequences, T tokens, V vocab, D width, F feed-forward width, H heads, 
 Knows nothing about sampling, text or files.
 """
 
+import copy
 import ctypes
 import mmap
 from collections.abc import Callable, Sequence
@@ -128,6 +129,7 @@ class KernelDecoder:
         Raises KernelUnavailable where there is no kernel; ask `why_not_kernel` first.
         """
         self.name, self.shape, self.dtype, self.device = name, module.shape, dtype, torch.device("cpu")
+        self.vocab_size = module.shape.vocab_size
         self.threads: int | None = None
         self.pass_bytes = 0  # of weights that a pass reads: all but an embedding of its own
         self.kernel = library.load()
@@ -175,9 +177,13 @@ class KernelDecoder:
         self._model = _Model.from_buffer_copy(self._model)
         self._model.rotary = self._rotary.data_ptr()
 
-    @property
-    def vocab_size(self) -> int:
-        return self.shape.vocab_size
+    def trimmed(self, vocab_size: int) -> "KernelDecoder":
+        """The same weights over the first `vocab_size` tokens, no more than there are."""
+        other = copy.copy(self)
+        other.vocab_size = vocab_size
+        other._model = _Model.from_buffer_copy(self._model)
+        other._model.vocab_size = other._model.lm_head.columns = vocab_size
+        return other
 
     @property
     def context_length(self) -> int:
