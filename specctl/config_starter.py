@@ -44,10 +44,10 @@ class _Sizes:
 
 
 _SIZES = (
-    _Sizes(num_characters=100_000, vocab_size=512, target_steps=400, draft_steps=300, distilled_steps=300),
-    _Sizes(num_characters=500_000, vocab_size=512, target_steps=1000, draft_steps=600, distilled_steps=500),
-    _Sizes(num_characters=3_000_000, vocab_size=1024, target_steps=1500, draft_steps=1000, distilled_steps=700),
-    _Sizes(num_characters=float("inf"), vocab_size=1024, target_steps=2000, draft_steps=1000, distilled_steps=700),
+    _Sizes(num_characters=100_000, vocab_size=512, target_steps=250, draft_steps=300, distilled_steps=250),
+    _Sizes(num_characters=500_000, vocab_size=512, target_steps=500, draft_steps=600, distilled_steps=400),
+    _Sizes(num_characters=3_000_000, vocab_size=1024, target_steps=700, draft_steps=1000, distilled_steps=600),
+    _Sizes(num_characters=float("inf"), vocab_size=1024, target_steps=900, draft_steps=1000, distilled_steps=600),
 )
 
 
