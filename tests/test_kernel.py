@@ -18,8 +18,7 @@ from specctl.drafters.draft_model import DraftModel
 from specctl.errors import NumericalError, SpecctlError, UsageError
 from specctl.events import Round
 from specctl.models import backend
-from specctl.models.kernel import decoder as kernel
-from specctl.models.kernel import library
+from specctl.models.kernel import layout, library
 from specctl.models.kernel.decoder import KernelDecoder, KernelSession, why_not_kernel
 from specctl.models.llama import Llama, RopeScaling
 from specctl.models.llama_decoder import LlamaDecoder
@@ -140,7 +139,7 @@ def test_weights_that_are_bfloat16_numbers_take_half_the_bytes_and_give_the_same
         for weight in module.parameters():
             weight.copy_(weight.bfloat16())
     narrow = decoder(module)
-    monkeypatch.setattr(kernel, "_narrowed", lambda weight, dtype: weight.float())
+    monkeypatch.setattr(layout, "narrowed", lambda weight, dtype: weight.float())
     wide = decoder(module)
     assert wide.pass_bytes == 2 * narrow.pass_bytes
     for lengths in ([1], [5], [8], [40]):  # from 19 rows on they are widened ahead

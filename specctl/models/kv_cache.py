@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specctl.errors import SpecctlError
+from specctl.models.llama import LlamaShape
 
 _FIRST_POSITIONS = 1024
 
@@ -84,3 +85,17 @@ class KVCache:
         if not 0 <= lengths[0] <= self.length:
             raise ValueError(f"cannot keep {lengths[0]} tokens of {self.length}")
         self.length = lengths[0]
+
+
+def cache_for(shape: LlamaShape, batch_size: int, dtype: torch.dtype, device: torch.device, block: int = 1) -> KVCache:
+    """An empty cache for a Llama's whole context."""
+    return KVCache(
+        num_layers=shape.num_hidden_layers,
+        batch_size=batch_size,
+        num_key_value_heads=shape.num_key_value_heads,
+        capacity=shape.max_position_embeddings,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        device=device,
+        block=block,
+    )

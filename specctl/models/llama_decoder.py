@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from specctl.models.kv_cache import KVCache
+from specctl.models.kv_cache import cache_for
 from specctl.models.llama import Layer, Llama, LlamaShape, rotary_table
 from specctl.models.llama_pass import LayerMatrices, Pass
 from specctl.models.matrix import Matrix
@@ -144,17 +144,8 @@ class LlamaSession:
     """A `LlamaDecoder` and its cache for B equally long sequences; a `Session`."""
 
     def __init__(self, decoder: LlamaDecoder, batch_size: int) -> None:
-        shape = decoder.shape
         self._decoder = decoder
-        self._cache = KVCache(
-            num_layers=shape.num_hidden_layers,
-            batch_size=batch_size,
-            num_key_value_heads=shape.num_key_value_heads,
-            capacity=shape.max_position_embeddings,
-            head_dim=shape.head_dim,
-            dtype=decoder.dtype,
-            device=decoder.device,
-        )
+        self._cache = cache_for(decoder.shape, batch_size, decoder.dtype, decoder.device)
 
     @property
     def lengths(self) -> tuple[int, ...]:
