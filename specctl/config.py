@@ -25,7 +25,7 @@ Backend = Literal["auto", "native", "transformers"]
 class RuntimeConfig(Section):
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:N or mps")
     dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="of weights and caches in decoding")
-    kernel: Literal["auto"] | bool = Field(
+    kernel: Literal["auto", True, False] = Field(
         "auto", description="a CPU's passes through our C++ function, built at first use; auto: where it can be"
     )
     compile: bool = Field(
@@ -38,6 +38,12 @@ class RuntimeConfig(Section):
     backend: Backend = Field(
         "auto", description="what runs a model: our own decoder (native) or transformers; auto: native where it can"
     )
+
+    @model_validator(mode="after")
+    def _one_engine(self) -> "RuntimeConfig":
+        if self.compile and self.kernel is True:
+            raise ValueError("kernel and compile exclude each other; leave one of them out")
+        return self
 
 
 class TokenizerConfig(Section):

@@ -21,10 +21,12 @@ def fast_token_rule(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
     kernel = library.loaded()
     if kernel is None or not isinstance(proposal, DenseProposal) or not isinstance(chance, SeededChance):
         return token_rule(p, proposal, chance)
-    q = proposal.q
+    q, ids = proposal.q, proposal.ids
+    if p.shape != q.shape or ids.dtype != torch.int64 or not ids.is_contiguous():
+        return token_rule(p, proposal, chance)
     if not all(rows.device.type == "cpu" and rows.dtype == torch.float32 and rows.is_contiguous() for rows in (p, q)):
         return token_rule(p, proposal, chance)
-    ids, uniforms = proposal.ids, chance.uniforms(len(proposal.ids) + 1)
+    uniforms = chance.uniforms(len(ids) + 1)
     integers, floats = torch.empty(1, dtype=torch.int64), torch.empty(1 + p.shape[1])
     address = floats.data_ptr()
     num_accepted = kernel.specctl_token_rule(

@@ -74,8 +74,8 @@ def decoder(
         if reason is None:
             return KernelDecoder(module, name, dtype=dtype, use_up=use_up)
         if kernel is True:
-            raise UsageError(f"runtime.kernel: {name} cannot run through it: {reason}; or leave it out")
-        if device.type == "cpu":
+            raise UsageError(f"runtime.kernel: {name} cannot run through it: {reason}; mend that, or leave it out")
+        if device.type == "cpu" and dtype != torch.float64:  # which is not asked for to be fast
             narrate(f"{name} runs through torch's operators, several times slower than through the kernel: {reason}")
     return LlamaDecoder(module, name, dtype=dtype, device=device, use_up=use_up)
 

@@ -211,7 +211,9 @@ def profile_table(found: Profile) -> Table:
             f"{limit * 1e3:.3f}" if limit else "-",
             _share(limit / part.seconds) if limit else "-",
         )
-    table.caption = "limit: the time of reading the weights once for each pass, with the same threads"
+    table.caption = (
+        "limit: the time of summing as many bytes as each pass reads, with the same threads; caches may beat it"
+    )
     table.caption_justify = "left"
     return table
 

@@ -34,7 +34,7 @@ def why_not_kernel(
     if device.type != "cpu":
         return "the kernel runs on a CPU"
     if dtype not in _DTYPES:
-        return "the kernel computes in float32"
+        return f"the kernel takes runtime.dtype float32 or bfloat16, not {str(dtype).removeprefix('torch.')}"
     if shape.hidden_size % 8 or shape.intermediate_size % 8 or shape.head_dim % layout.BLOCK:
         return "the kernel takes widths that are multiples of 8 and a head dim that is one of 16"
     try:
@@ -188,9 +188,9 @@ class KernelSession:
     def extend(self, ids: Tensor, num_logits: int | None = None) -> Forward:
         batch, length = ids.shape
         count = length if num_logits is None else num_logits
+        ids = self._checked(ids, count)
         hidden = torch.empty(batch, count, self._decoder.shape.hidden_size)
         logits = torch.empty(batch, count, self._decoder.vocab_size)
-        ids = ids.contiguous()
         work = self._pass(ids, length, count, hidden, logits)
         unknown = self._decoder.kernel.specctl_pass(self._decoder.address, ctypes.addressof(work))
         self._check(unknown, ids, work.start)
@@ -202,16 +202,30 @@ class KernelSession:
         Returns ids [count] int64 and what they were drawn from, [count + 1, V], the last row zero. All but the last
         of them are cached. One call for all: what is done for each is what `SamplingLaw` and `SeededChance` do.
         """
+        if count < 1 or len(feed) != 1 or len(uniforms) != count:
+            raise ValueError(f"{count} tokens of {len(feed)} sequences from {len(uniforms)} uniforms cannot be drawn")
+        feed, uniforms = self._checked(feed, 1), uniforms.to(torch.float64).contiguous()
         ids, hidden = torch.empty(count, dtype=torch.int64), torch.empty(self._decoder.shape.hidden_size)
         probs = torch.empty(count + 1, self._decoder.vocab_size)
         probs[count].zero_()
-        feed, uniforms = feed.contiguous(), uniforms.contiguous()
         work = self._pass(feed, feed.shape[1] + count - 1, 1, hidden, probs)
         draws = layout.Draws(count, temperature, uniforms.data_ptr(), ids.data_ptr())
         kernel, address = self._decoder.kernel, self._decoder.address
         unknown = kernel.specctl_draw(address, ctypes.addressof(work), ctypes.addressof(draws))
         self._check(unknown, feed, work.start)
         return ids, probs
+
+    def _checked(self, ids: Tensor, num_logits: int) -> Tensor:
+        """ids as the kernel reads them, checking nothing. Raises ValueError for what is not a pass of this session."""
+        batch, length = ids.shape
+        if ids.device.type != "cpu" or ids.is_floating_point():
+            raise ValueError(f"token ids are integers on the CPU, not {ids.dtype} on {ids.device}")
+        if batch != self._cache.batch_size or not 1 <= num_logits <= length:
+            raise ValueError(
+                f"{num_logits} rows of logits from {length} tokens of {batch} sequences, in a session of "
+                f"{self._cache.batch_size}"
+            )
+        return ids.to(torch.int64).contiguous()
 
     def _pass(self, ids: Tensor, reserved: int, num_logits: int, hidden: Tensor, logits: Tensor) -> layout.Pass:
         """The pass over ids [B, T] contiguous, in a cache that has room for `reserved` more tokens by now."""
@@ -223,7 +237,7 @@ class KernelSession:
             *ids.shape,
             start,
             num_logits,
-            num_cores() if threads is None else threads,
+            num_cores() if threads is None else max(1, threads),
             storage.data_ptr(),
             storage.shape[4],
             hidden.data_ptr(),

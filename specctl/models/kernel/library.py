@@ -87,7 +87,7 @@ def _compiler() -> str:
         if found := shutil.which(name):
             return found
     if wanted:
-        raise KernelUnavailable(f"CXX names {wanted!r}, which is not a program here")
+        raise KernelUnavailable(f"CXX names {wanted!r}, which is not a program here; name one without arguments")
     raise KernelUnavailable("there is no C++ compiler; install g++ or clang++")
 
 

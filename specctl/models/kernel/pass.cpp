@@ -16,6 +16,8 @@
 
 #include "pool.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -529,8 +531,9 @@ class Decoding {
                         const int64_t column = (first + pair) * kBlock;
                         float *to = gated_ + row * model_.feed_forward + column;
                         for (int64_t i = 0; i < std::min(kBlock, model_.feed_forward - column); i += 8) {
-                            const Floats value = load(both + i);
-                            store(to + i, value / (1.0f + exponential(-value)) * load(both + kBlock + i));
+                            const Floats value = load(both + i), lowest = all(-88.0f), nothing = {};
+                            const Floats activated = value / (1.0f + exponential(-value));
+                            store(to + i, (value < lowest ? nothing : activated) * load(both + kBlock + i));
                         }
                     }
             });
@@ -619,13 +622,26 @@ int64_t inverse_cdf(const float *weights, int64_t vocab_size, double uniform) {
 
 bool is_known(const Model &model, int64_t id) { return id >= 0 && id < model.vocab_size; }
 
-// All passes of the process take turns: they share the threads and what a pass works in.
+// What all passes of a process share; they take turns. Never destroyed, since its threads outlive everything. A forked
+// child begins with one of its own: the parent's threads are not there, and its locks may be held by them for good.
+struct Shared {
+    std::mutex one_at_a_time;
+    Pool pool;
+    std::vector<float> memory;
+};
+
+Shared *&shared() {
+    static Shared *current = [] {
+        pthread_atfork(nullptr, nullptr, [] { shared() = new Shared; });
+        return new Shared;
+    }();
+    return current;
+}
+
 void run(const Model &model, const Pass &pass) {
-    static std::mutex one_at_a_time;
-    static Pool &pool = *new Pool;  // never destroyed: its threads outlive everything
-    static std::vector<float> &shared = *new std::vector<float>;
-    std::lock_guard<std::mutex> hold(one_at_a_time);
-    pool.run(static_cast<int>(pass.threads), Decoding::num_phases(model), Decoding(model, pass, shared));
+    Shared &own = *shared();
+    std::lock_guard<std::mutex> hold(own.one_at_a_time);
+    own.pool.run(static_cast<int>(pass.threads), Decoding::num_phases(model), Decoding(model, pass, own.memory));
 }
 
 }  // namespace

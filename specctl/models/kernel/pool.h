@@ -2,7 +2,7 @@
 //
 // A phase is a number of units that are independent of each other; the next one begins when all are done.
 // Units are taken one at a time, so that a core that is slower, or that someone else is using, takes fewer
-// of them, and a helper that is not there at all (asleep, descheduled, lost in a fork) is not waited for.
+// of them, and a helper that is not there at all (asleep, or waiting for a core) is not waited for.
 #pragma once
 
 #include <atomic>
@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -79,7 +80,12 @@ class Pool {
         self.begin(phases_.get());
         if (threads > 1) {
             while (num_helpers_ < threads - 1) {
-                std::thread(&Pool::help, this, num_helpers_++).detach();
+                try {
+                    std::thread(&Pool::help, this, num_helpers_).detach();
+                } catch (const std::system_error &) {
+                    break;  // no more threads to be had: those that there are will do
+                }
+                ++num_helpers_;
             }
             context_ = &job;
             call_ = [](void *context, Worker &worker) { (*static_cast<Job *>(context))(worker); };
