@@ -215,6 +215,8 @@ def mistakes(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
     if "anyOf" in schema or "oneOf" in schema:
         tries = [mistakes(value, choice, path) for choice in schema.get("anyOf", schema.get("oneOf"))]
         return [] if [] in tries else min(tries, key=len)
+    if "type" not in schema:  # an enumeration of more than one
+        return [] if value in schema["enum"] else [f"{path}: not one of {schema['enum']}"]
     kinds: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
     kinds |= {"integer": int, "number": (int, float)}
     found = [] if isinstance(value, kinds[schema["type"]]) else [f"{path}: not {schema['type']}"]

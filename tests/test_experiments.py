@@ -264,8 +264,11 @@ def test_spread_is_half_the_range_and_the_speed_of_medians() -> None:
     assert (speed.stats.num_new_tokens, speed.stats.seconds) == (45, 10.5)
 
 
+BY_STEPS = "runtime.kernel=false"  # each step of a draft is a pass of its own: a copy of the target costs as much
+
+
 def test_slow_target_is_reported_as_slow(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = tiny.pair("sweep.num_prompts=1", "sweep.max_new_tokens=4")
+    pair = tiny.pair("sweep.num_prompts=1", "sweep.max_new_tokens=4", BY_STEPS)
     slow_down(monkeypatch, pair)
     speeds = measure_speeds(pair, [Variant("none", 0)], workload(pair).measured)
     plain = speeds[Variant("none", 0)]
@@ -274,7 +277,7 @@ def test_slow_target_is_reported_as_slow(tiny: Tiny, monkeypatch: pytest.MonkeyP
 
 
 def test_a_slow_target_makes_a_draft_cheap(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = tiny.pair()
+    pair = tiny.pair(BY_STEPS)
     before = measure_costs(pair, "distilled", [1])
     slow_down(monkeypatch, pair, seconds=0.005)
     after = measure_costs(pair, "distilled", [1])
@@ -286,7 +289,7 @@ def test_a_slow_target_makes_a_draft_cheap(tiny: Tiny, monkeypatch: pytest.Monke
 def test_overhead_is_what_the_parts_of_a_round_do_not_explain(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in target passes, not in seconds: the clock moves by 1 with each, and by 3 with each verdict."""
     clock = [0.0]
-    pair = tiny.pair()
+    pair = tiny.pair(BY_STEPS)
     sessions = type(pair.target.session())
     original_extend, original_rule = sessions.extend, token_rule
 
@@ -322,7 +325,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, pair: Pair, seconds: float = 0.05
 
 def test_a_copy_of_the_target_accepts_all_and_pays_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_TRIALS", 20)  # a ratio of costs is asserted: as many trials as in a real run
-    overrides = [f"drafters={{self: {{path: '{tiny.run_dir}/target'}}}}", "decoding.drafter=self"]
+    overrides = [f"drafters={{self: {{path: '{tiny.run_dir}/target'}}}}", "decoding.drafter=self", BY_STEPS]
     for temperature in (0, 1):
         pair = tiny.pair(*overrides, f"decoding.temperature={temperature}")
         result = break_it(pair, list(pair.config.drafters))
