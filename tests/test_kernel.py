@@ -20,6 +20,7 @@ from specctl.decoding import plain, speculative
 from specctl.drafters.draft_model import DraftModel
 from specctl.errors import NumericalError, SpecctlError, UsageError
 from specctl.events import Round
+from specctl.experiments.verify.verdict import allowed_gap
 from specctl.models import backend
 from specctl.models.kernel import layout, library
 from specctl.models.kernel.decoder import KernelDecoder, KernelSession, why_not_kernel
@@ -422,6 +423,13 @@ class StepByStep:
     @property
     def lengths(self) -> tuple[int, ...]:
         return self._session.lengths
+
+
+def test_verify_takes_no_difference_for_a_tie(tiny: Tiny) -> None:
+    pair, by_steps = tiny.pair(), tiny.pair("runtime.kernel=false")
+    if not isinstance(pair.target, KernelDecoder):
+        pytest.skip("no kernel")
+    assert allowed_gap(pair) == 0 < allowed_gap(by_steps)
 
 
 def test_a_run_draws_in_one_call(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,7 @@ def verify(
     findings = [_enumeration(enumerate_cases(tested.clean.rule, CASES))]
     rescored, sampling = sampled_run(tested, plan, FALSE_ALARM_RATE, advance)
     findings += [_rescore(rescored), _sampling(sampling)]
-    # The kernel's logits are the same bits in passes of any length, so nothing excuses another token.
-    gap = 0.0 if isinstance(pair.target, KernelDecoder) else tie_gap(_dtype(pair))
+    gap = allowed_gap(pair)
     first, on_run = plan.prompts[:_GREEDY_PROMPTS], partial(advance, _GREEDY_TOKENS)
     texts = greedy(others, first, gap=gap, num_tokens=_GREEDY_TOKENS, on_run=on_run)
     findings.append(_greedy(texts))
@@ -140,6 +139,11 @@ def verify(
 def _dtype(pair: Pair) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, pair.config.runtime.dtype)
     return dtype
+
+
+def allowed_gap(pair: Pair) -> float:
+    """What counts as a tie of greedy tokens, nats; the kernel has none, since its logits do not depend on the pass."""
+    return 0.0 if isinstance(pair.target, KernelDecoder) else tie_gap(_dtype(pair))
 
 
 def subject_of(pair: Pair, name: str) -> Subject:
