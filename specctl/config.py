@@ -252,8 +252,14 @@ class SweepConfig(Section):
         None, ge=1, description="prompts to measure; 12 from the validation split, or all of the prompts file"
     )
     prompt_tokens: int = Field(32, ge=1, description="tokens of each prompt from the validation split")
-    max_new_tokens: int = Field(64, ge=2, description="tokens generated a run; end tokens are ignored")
-    repeats: int = Field(2, ge=1, description="times that each K runs on each prompt")
+    max_new_tokens: int = Field(64, ge=2, description="most tokens generated a run")
+    ignore_eos: bool = Field(
+        False, description="go on behind the end of a text, as serving benchmarks do; nobody's speed, and said so"
+    )
+    repeats: int = Field(3, ge=1, description="times that each K runs on each prompt")
+    max_seconds: float = Field(
+        30.0, ge=0, description="most seconds of further repeats that sweep-k takes to tell the best K from others"
+    )
 
 
 class RunConfig(Section):

@@ -4,24 +4,14 @@ One function for both, so that the baseline and the draft are equally well tuned
 Shapes: T tokens, N drawn, V vocab. Knows nothing about rounds, rules or text.
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from specctl.chance import Chance, SeededChance
-from specctl.models.session import Session
+from specctl.models.session import Drawn, Session
 from specctl.sampling import History, SamplingLaw
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """ids: [N] int64. probs: [N + 1, V], what each was drawn from, and a row of zeros. logits: [N, V] if kept."""
-
-    ids: Tensor
-    probs: Tensor
-    logits: Tensor | None
 
 
 def draw_tokens(
@@ -41,18 +31,25 @@ def draw_tokens(
     """
     draw = getattr(session, "draw", None)
     if draw is not None and not keep_logits and isinstance(chance, SeededChance) and _is_temperature_alone(law):
-        ids, probs = draw(feed, count, law.temperature, chance.uniforms(count))
-        return Drawn(ids, probs, None)
-    drawn, rows, logits = list(history.drafted), [], []
-    num_before = len(drawn)
+        drawn: Drawn = draw(feed, count, law.temperature, chance.uniforms(count))
+        return drawn
+    ids, rows, logits = list(history.drafted), [], []
+    num_before = len(ids)
     for _ in range(count):
-        logits.append(session.extend(feed, num_logits=1).logits[0, -1])
-        seen = History(token_ids=history.token_ids, prompt_length=history.prompt_length, drafted=drawn)
+        forward = session.extend(feed, num_logits=1)
+        logits.append(forward.logits[0, -1])
+        seen = History(token_ids=history.token_ids, prompt_length=history.prompt_length, drafted=ids)
         rows.append(law.probs(logits[-1], seen))
-        drawn.append(chance.draw(rows[-1]))
-        feed = drawn[-1].view(1, 1)
-    probs = torch.stack([*rows, torch.zeros_like(rows[0])])
-    return Drawn(torch.cat(drawn[num_before:]), probs, torch.stack(logits) if keep_logits else None)
+        ids.append(chance.draw(rows[-1]))
+        feed = ids[-1].view(1, 1)
+    probs, drawn_ids = torch.stack([*rows, torch.zeros_like(rows[0])]), torch.cat(ids[num_before:])
+    return Drawn(
+        ids=drawn_ids,
+        mass=probs[:-1].gather(1, drawn_ids[:, None])[:, 0],
+        probs=probs if law.temperature else None,
+        hidden=forward.hidden,
+        logits=torch.stack(logits) if keep_logits else None,
+    )
 
 
 @cache

@@ -16,16 +16,18 @@ from torch import Tensor
 from specctl.acceptance import Proposal, Verdict, token_rule
 from specctl.chance import Chance
 from specctl.continuation import draw_tokens
-from specctl.drafters.base import Drafter
+from specctl.drafters.base import Drafter, PointProposal
 from specctl.errors import NumericalError
 from specctl.events import Event, Finished, Round, TokenLogprob
-from specctl.models.session import CausalModel, Forward, Session
+from specctl.models.session import CausalModel, Drawn, Forward, Session
 from specctl.sampling import History, SamplingLaw
 from specctl.stopping import Stopping, StopRules
 
 Rule = Callable[[Tensor, Proposal, Chance], Verdict]
+Observer = Callable[[Tensor, Proposal, Verdict], None]  # p [K + 1, V], what was drafted, what was decided
 
 _CPU = torch.device("cpu")
+_NONE = torch.tensor(0)
 
 
 @torch.inference_mode()
@@ -60,15 +62,9 @@ def plain(
             session, feed, 1, law=law, history=history, chance=chance, keep_logits=num_logprobs is not None
         )
         feed = drawn.ids.view(1, 1)
-        token_id, health = torch.cat((drawn.ids, drawn.probs[0, :1])).tolist()  # a row is NaN everywhere or nowhere
-        if health != health:
-            raise _not_finite(target.name, index)
-        emitted = tuple(stopping.keep([int(token_id)]))
-        token_ids += emitted
-        logprobs = None
-        if num_logprobs is not None and drawn.logits is not None:
-            logprobs = _logprobs(drawn.logits, emitted, num_logprobs)
-        yield _round(index, emitted, perf_counter() - started, logprobs)
+        round_ = _plain_round(target, drawn, stopping, index, num_logprobs, started, started)
+        token_ids += round_.emitted
+        yield round_
         index += 1
     yield Finished(reason=stopping.reason, prompt_seconds=prompt_seconds)
 
@@ -87,13 +83,15 @@ def speculative(
     draft_law: SamplingLaw | None = None,
     num_logprobs: int | None = None,
     device: torch.device = _CPU,
+    observer: Observer | None = None,
 ) -> Iterator[Event]:
     """Speculative decoding: under an exact rule the same law as `plain`, in fewer target passes.
 
     Yields a Round per target pass, then Finished. A round drafts at most what the budget leaves, so
-    nothing is computed beyond it. draft_law: what the draft draws from, if not from `law`; the rule is told
-    its q, so the law of the output stays the same. num_logprobs: as in `plain`. Raises as `plain` does,
-    naming the draft where it is the cause.
+    nothing is computed beyond it; where nothing is drafted it is a step of plain decoding. draft_law: what the
+    draft draws from, if not from `law`; the rule is told its q, so the law of the output stays the same.
+    num_logprobs: as in `plain`. observer: shown what each round used and decided, before the round is yielded.
+    Raises as `plain` does, naming the draft where it is the cause.
     """
     stopping = Stopping(stop, len(prompt), target.context_length)
     token_ids = list(prompt)
@@ -110,8 +108,20 @@ def speculative(
         history = History(token_ids=token_ids, prompt_length=len(prompt))
         proposal = drafter.propose(history, limit, draft_law or law, chance)
         drafted_at = perf_counter()
-        # 2. Verify: one pass over the last committed token and the drafts gives p for K + 1 positions.
         last = torch.tensor(token_ids[-1:], device=device)
+        if len(proposal.ids) == 0:  # nothing to verify: a step of plain decoding
+            drawn = draw_tokens(
+                session, last[None], 1, law=law, history=history, chance=chance, keep_logits=num_logprobs is not None
+            )
+            round_ = _plain_round(target, drawn, stopping, index, num_logprobs, started, drafted_at)
+            token_ids += round_.emitted
+            drafter.observe(round_, Forward(drawn.hidden.new_empty(1, 0, target.vocab_size), drawn.hidden))
+            if observer:
+                observer(_drawn_from(drawn, target.vocab_size), proposal, Verdict(_NONE, drawn.ids, drawn.mass[0]))
+            yield round_
+            index += 1
+            continue
+        # 2. Verify: one pass over the last committed token and the drafts gives p for K + 1 positions.
         forward = session.extend(torch.cat((last, proposal.ids))[None])
         history = History(token_ids=token_ids, prompt_length=len(prompt), drafted=proposal.ids[:, None].unbind())
         p = law.probs(forward.logits[0], history)  # [K + 1, V]
@@ -144,6 +154,8 @@ def speculative(
             logprobs=logprobs,
         )
         drafter.observe(round_, forward)
+        if observer:
+            observer(p, proposal, verdict)
         yield round_
         index += 1
     yield Finished(reason=stopping.reason, prompt_seconds=prompt_seconds)
@@ -170,8 +182,24 @@ def _logprobs(logits: Tensor, emitted: Sequence[int], count: int) -> tuple[Token
     )
 
 
-def _round(index: int, emitted: tuple[int, ...], seconds: float, logprobs: tuple[TokenLogprob, ...] | None) -> Round:
-    """A round of plain decoding: nothing drafted, the target's own token as its bonus."""
+def _plain_round(
+    target: CausalModel,
+    drawn: Drawn,
+    stopping: Stopping,
+    index: int,
+    num_logprobs: int | None,
+    started: float,
+    drafted_at: float,
+) -> Round:
+    """A step of plain decoding: nothing drafted, the one token that was drawn from the target as its bonus."""
+    token_id, mass = torch.cat((drawn.ids, drawn.mass)).tolist()
+    if mass != mass:
+        raise _not_finite(target.name, index)
+    emitted = tuple(stopping.keep([int(token_id)]))
+    logprobs = None
+    if num_logprobs is not None and drawn.logits is not None:
+        logprobs = _logprobs(drawn.logits, emitted, num_logprobs)
+    ended = perf_counter()
     return Round(
         index=index,
         drafted=(),
@@ -179,12 +207,19 @@ def _round(index: int, emitted: tuple[int, ...], seconds: float, logprobs: tuple
         num_accepted=0,
         emitted=emitted,
         closing="bonus",
-        seconds=seconds,
-        draft_seconds=0.0,
-        verify_seconds=seconds,
+        seconds=ended - started,
+        draft_seconds=drafted_at - started,
+        verify_seconds=ended - drafted_at,
         accept_seconds=0.0,
         logprobs=logprobs,
     )
+
+
+def _drawn_from(drawn: Drawn, vocab_size: int) -> Tensor:
+    """What the first of the drawn tokens was drawn from, [1, V]."""
+    if drawn.probs is not None:
+        return drawn.probs[:1]
+    return PointProposal(drawn.ids, vocab_size).row(drawn.ids.new_zeros(()))[None]
 
 
 def _to_host(verdict: Verdict, ids: Tensor) -> list[float]:

@@ -105,8 +105,11 @@ Item = TypeVar("Item")
 
 
 def hold_out(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-    """(the rest, about a fifth spread evenly over the sequence); at least one is held out of two or more."""
-    count = 0 if len(items) < 2 else max(1, round(len(items) / 5))
+    """(the rest, about a fifth spread evenly over the sequence).
+
+    At least one is held out of two or more, and of 18 or more at least 6, from which an interval can be made.
+    """
+    count = 0 if len(items) < 2 else max(1, round(len(items) / 5), min(6, len(items) // 3))
     held = {int((index + 0.5) * len(items) / count) for index in range(count)}
     return (
         [item for index, item in enumerate(items) if index not in held],

@@ -39,6 +39,11 @@ class StopRules:
     stop_strings: tuple[str, ...] = ()
     text: Callable[[], TextSource] | None = None
 
+    @property
+    def can_end(self) -> bool:
+        """Whether anything but the budget and the context can end a request."""
+        return bool(self.eos_token_ids or self.stop_token_ids or self.stop_strings)
+
 
 class VisibleText:
     """The text of a request up to its first stop string, handed out as soon as no stop can take it back.

@@ -7,6 +7,7 @@ target step. Source: Leviathan et al. 2211.17192, equation 1 and theorem 3.8, wi
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 
 def expected_tokens(alpha: float, k: int) -> float:
@@ -23,32 +24,20 @@ def expected_tokens_from_positions(conditional_acceptance: Sequence[float]) -> f
     return total
 
 
-def speedup(
-    tokens_per_pass: float,
-    k: int,
-    cost_ratio: float,
-    verify_cost: float,
-    overhead: float = 0.0,
-    drafted_share: float = 1.0,
-) -> float:
-    """Speed over plain decoding, S(K) = E(K) / (K c + v(K + 1) + o); 1 at K = 0 by definition.
-
-    drafted_share: of the rounds; the others, where the drafter proposed nothing, cost a plain step.
-    """
-    if k == 0:
-        return 1.0
-    return tokens_per_pass / (drafted_share * (k * cost_ratio + verify_cost + overhead) + 1 - drafted_share)
+def speedup(tokens_per_pass: float, k: int, cost_ratio: float, verify_cost: float, overhead: float = 0.0) -> float:
+    """Speed over plain decoding, S(K) = E(K) / (K c + v(K + 1) + o); 1 at K = 0 by definition."""
+    return 1.0 if k == 0 else tokens_per_pass / (k * cost_ratio + verify_cost + overhead)
 
 
 def break_even_alpha(k: int, cost_ratio: float, verify_cost: float, overhead: float = 0.0) -> float | None:
     """The alpha at which S(K) = 1, or None where not even alpha = 1 pays."""
-    price = k * cost_ratio + verify_cost + overhead
-    if price > k + 1:
+    cost = k * cost_ratio + verify_cost + overhead
+    if cost > k + 1:
         return None
     low, high = 0.0, 1.0
     for _ in range(60):  # E(K) grows with alpha: bisection
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens(middle, k) < price else (low, middle)
+        low, high = (middle, high) if expected_tokens(middle, k) < cost else (low, middle)
     return high
 
 
@@ -57,19 +46,14 @@ def best_k(predicted_speedup: Mapping[int, float]) -> int:
     return min(predicted_speedup, key=lambda k: (-predicted_speedup[k], k))
 
 
-def cause(alpha: float, k: int, cost_ratio: float, verify_cost: float, overhead: float = 0.0) -> str:
-    """Why speculation pays or does not, in a phrase, from alpha, c, v and o alone.
+Cause = Literal["agreement", "draft cost"]
 
-    Where it does not pay, the blame goes to what would help more: perfect agreement or a free draft.
+
+def cause(alpha: float, k: int, cost_ratio: float, verify_cost: float, overhead: float = 0.0) -> Cause:
+    """What keeps the speedup down, from alpha, c, v and o alone: the one whose perfection would help more.
+
+    Perfect agreement (alpha = 1) against a free draft (c = 0).
     """
-    tokens = expected_tokens(alpha, k)
-    predicted = speedup(tokens, k, cost_ratio, verify_cost, overhead)
-    threshold = break_even_alpha(k, cost_ratio, verify_cost, overhead)
-    needed = "no alpha would pay" if threshold is None else f"break-even is {threshold:.2f}"
-    if predicted > 1:
-        return f"pays, by theory {predicted:.2f}x: alpha {alpha:.2f}, {needed}"
-    by_agreement = expected_tokens(1.0, k) / tokens
+    by_agreement = expected_tokens(1.0, k) / expected_tokens(alpha, k)
     by_free_draft = (k * cost_ratio + verify_cost + overhead) / (verify_cost + overhead)
-    if by_agreement >= by_free_draft:
-        return f"low agreement: alpha {alpha:.2f}, {needed}"
-    return f"costly draft: a draft step costs {cost_ratio:.2f} target steps, {needed} (alpha {alpha:.2f})"
+    return "agreement" if by_agreement >= by_free_draft else "draft cost"

@@ -62,6 +62,52 @@ def test_it_gives_the_verdicts_of_the_rule_beside_the_proof() -> None:
     assert accepted == {0, 1, 2, 3, 4, 5}
 
 
+def test_point_masses_get_the_same_verdicts_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt lookup's proposals and a greedy draft's, whose q is never a row of V numbers."""
+    monkeypatch.setattr(fast_rule, "token_rule", lambda *arguments: pytest.fail("the rule of torch was called"))
+    generator, seen = torch.Generator().manual_seed(1), set()
+    for trial in range(600):
+        count, vocab_size = 1 + trial % 5, (3, 17, 200)[trial % 3]
+        p = rows(generator, count + 1, vocab_size, 6.0)
+        if trial % 4 == 0:  # greedy: one-hot rows
+            p = torch.nn.functional.one_hot(p.argmax(-1), vocab_size).float()
+        likely = torch.multinomial(p[:count], 1, generator=generator)[:, 0]
+        proposal = PointProposal(torch.where(torch.rand(count, generator=generator) < 0.8, likely, 0), vocab_size)
+        uniforms = torch.rand(count + 1, generator=generator, dtype=torch.float64).tolist()
+        mine, theirs = fast_token_rule(p, proposal, Fixed(uniforms)), token_rule(p, proposal, Fixed(uniforms))
+        assert mine.num_accepted == theirs.num_accepted and mine.closing.tolist() == theirs.closing.tolist()
+        assert mine.health == mine.health
+        seen.add((int(mine.num_accepted), count))
+    assert {(0, 5), (1, 5), (5, 5), (1, 1)} <= seen
+
+
+def test_a_point_mass_that_is_certain_is_never_refused_and_nothing_left_is_p() -> None:
+    """All of p at the drafted token; then a rejection that only a mass of NaN could force is noticed."""
+    p = torch.tensor([[0.0, 1.0, 0.0], [0.2, 0.3, 0.5]])
+    verdict = fast_token_rule(p, PointProposal(torch.tensor([1]), 3), Fixed([1 - 2**-53, 0.1]))
+    assert verdict.num_accepted == 1 and verdict.closing.tolist() == [0]
+    broken = PointProposal(torch.tensor([1]), 3, torch.tensor([float("nan")]))
+    for rule in (fast_token_rule, token_rule):
+        verdict = rule(p, broken, Fixed([0.5, 0.5]))
+        assert verdict.num_accepted == 0 and verdict.health != verdict.health
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_a_block_of_p_of_another_height_never_reaches_the_kernel(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would read beyond p: K drafts need K + 1 rows."""
+    called: list[int] = []
+    monkeypatch.setattr(fast_rule, "token_rule", lambda *arguments: called.append(1))
+    p = torch.full((num_rows, 4), 0.25)
+    for proposal in (
+        DenseProposal(torch.tensor([1, 2]), torch.full((num_rows, 4), 0.25)),
+        PointProposal(torch.tensor([1, 2]), 4),
+    ):
+        fast_token_rule(p, proposal, Fixed([0.5, 0.5, 0.5]))
+    assert called == [1, 1]
+
+
 def test_it_was_the_kernel_that_gave_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_rule, "token_rule", lambda *arguments: pytest.fail("the rule of torch was called"))
     p = torch.full((2, 4), 0.25)

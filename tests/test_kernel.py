@@ -15,7 +15,7 @@ from tiny_run import Tiny
 from torch import Tensor
 
 from specctl.chance import SeededChance
-from specctl.continuation import Drawn, draw_tokens
+from specctl.continuation import draw_tokens
 from specctl.decoding import plain, speculative
 from specctl.drafters.draft_model import DraftModel
 from specctl.errors import NumericalError, SpecctlError, UsageError
@@ -26,7 +26,7 @@ from specctl.models.kernel import layout, library
 from specctl.models.kernel.decoder import KernelDecoder, KernelSession, why_not_kernel
 from specctl.models.llama import Llama, RopeScaling
 from specctl.models.llama_decoder import LlamaDecoder
-from specctl.models.session import CausalModel
+from specctl.models.session import CausalModel, Drawn
 from specctl.models.vocabulary import trimmed
 from specctl.sampling import History, SamplingLaw
 from specctl.stopping import StopRules
@@ -177,7 +177,9 @@ def test_padding_is_never_computed_or_read() -> None:
     assert cut.vocab_size == 37 and trimmed(whole, 50) is whole
     ids = IDS[:, :20]
     assert torch.equal(cut.session().extend(ids).logits, whole.session().extend(ids).logits[..., :37])
-    drawn_ids, probs = cut.session().draw(ids, 30, 1.0, torch.rand(30, dtype=torch.float64))
+    drawn = cut.session().draw(ids, 30, 1.0, torch.rand(30, dtype=torch.float64))
+    drawn_ids, probs = drawn.ids, drawn.probs
+    assert probs is not None
     assert drawn_ids.max() < 37 and probs.shape == (31, 37) and whole.vocab_size == 50
     with pytest.raises(IndexError, match="no token 37"):
         cut.session().extend(torch.tensor([[37]]))
@@ -459,8 +461,12 @@ def test_what_is_drawn_in_one_call_is_what_is_drawn_step_by_step(temperature: fl
         mine = drawn(made, law, seed, 5, feed, at_once=True)
         theirs = drawn(made, law, seed, 5, feed, at_once=False)
         assert torch.equal(mine.ids, theirs.ids)
-        assert (mine.probs - theirs.probs).abs().max() < 1e-6 and not mine.probs[5].any()
-        assert mine.probs[:5].gather(1, mine.ids[:, None]).min() > 0
+        assert (mine.mass - theirs.mass).abs().max() < 1e-6 and (mine.hidden - theirs.hidden).abs().max() < 1e-5
+        if temperature == 0:  # point masses: no row of V numbers for each token
+            assert mine.probs is None and theirs.probs is None and (mine.mass == 1).all()
+        else:
+            assert (mine.probs - theirs.probs).abs().max() < 1e-6 and not mine.probs[5].any()
+            assert torch.equal(mine.probs[:5].gather(1, mine.ids[:, None])[:, 0], mine.mass) and mine.mass.min() > 0
         seen.add(tuple(mine.ids.tolist()))
     assert len(seen) <= 2 if temperature < 1e-9 else len(seen) > 10
 
@@ -490,7 +496,9 @@ def test_tokens_without_probability_are_not_drawn() -> None:
             biased.lm_head.weight[token] = -hidden * 1e6
     made = decoder(biased)
     for uniform in (0.0, 0.5, 1 - 2**-53, 1.0):
-        ids, probs = made.session().draw(IDS[:, :1], 1, 1.0, torch.tensor([uniform], dtype=torch.float64))
+        drawn = made.session().draw(IDS[:, :1], 1, 1.0, torch.tensor([uniform], dtype=torch.float64))
+        ids, probs = drawn.ids, drawn.probs
+        assert probs is not None and drawn.mass == probs[0, ids]
         assert (probs[0, [0, 7, 18]] == 0).all() and probs[0, ids] > 0
         assert abs(probs[0].double().sum().item() - 1) < 1e-6
 
@@ -501,8 +509,8 @@ def test_the_lowest_of_equal_maxima_is_greedy() -> None:
         module.lm_head.weight[5:9] = module.lm_head.weight[5]
         hidden = decoder(module).session().extend(IDS[:, :1]).hidden[0, 0]
         module.lm_head.weight[5:9] = hidden * 100
-    ids, probs = decoder(module).session().draw(IDS[:, :1], 1, 0.0, torch.tensor([0.9], dtype=torch.float64))
-    assert ids.tolist() == [5] and probs[0, 5] == 1 and probs[0].sum() == 1
+    drawn = decoder(module).session().draw(IDS[:, :1], 1, 0.0, torch.tensor([0.9], dtype=torch.float64))
+    assert drawn.ids.tolist() == [5] and drawn.mass.tolist() == [1] and drawn.probs is None
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

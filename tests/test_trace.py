@@ -39,12 +39,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 def watched_events(watch: Watch, max_new_tokens: int = 60) -> Iterator[Event]:
     draft = DraftModel(const(Q, "draft"), "draft")
     stop = StopRules(max_new_tokens=max_new_tokens)
-    options = {"law": SamplingLaw(), "chance": SeededChance(0), "stop": stop, "rule": watch}
+    options = {"law": SamplingLaw(), "chance": SeededChance(0), "stop": stop, "observer": watch}
     return speculative(const(P), draft, [0], num_speculative_tokens=3, **options)  # type: ignore[arg-type]
 
 
 def test_watch_sees_every_judged_token_and_its_law() -> None:
-    watch, stats, judged = Watch(token_rule), Stats(), list[Judged]()
+    watch, stats, judged = Watch(), Stats(), list[Judged]()
     assert watch.judged() == []
     for event in watched_events(watch):
         stats.add(event)
@@ -58,7 +58,7 @@ def test_watch_sees_every_judged_token_and_its_law() -> None:
 
 
 def test_each_line_is_on_disk_before_its_round_is_passed_on(tmp_path: Path) -> None:
-    path, watch, seen = tmp_path / "a" / "trace.jsonl", Watch(token_rule), list[Event]()
+    path, watch, seen = tmp_path / "a" / "trace.jsonl", Watch(), list[Event]()
     with open_trace(path) as trace:
         assert trace is not None
         for event in trace.follow(watched_events(watch), watch, prompt=5, drafter="draft", k=3):
@@ -78,7 +78,7 @@ def test_each_line_is_on_disk_before_its_round_is_passed_on(tmp_path: Path) -> N
 
 
 def test_the_entropy_is_that_of_the_position_that_was_rejected() -> None:
-    watch = Watch(token_rule)
+    watch = Watch()
     p = torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.9, 0.1]], dtype=torch.float64)
 
     class Proposed:
@@ -96,7 +96,7 @@ def test_the_entropy_is_that_of_the_position_that_was_rejected() -> None:
 
     chance = Rejecting(0)
     chance.begin_round(0)
-    watch(p, Proposed(), chance)
+    watch(p, Proposed(), token_rule(p, Proposed(), chance))
     assert [(position.entropy, position.accepted) for position in watch.judged()] == [
         (0.0, True),
         (pytest.approx(math.log(2)), False),
@@ -127,7 +127,7 @@ def test_plain_decoding_is_traced_too(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_without_a_trace_the_rule_is_not_wrapped(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = []
-    monkeypatch.setattr(Watch, "__call__", lambda self, *judged: wrapped.append(1) or token_rule(*judged))
+    monkeypatch.setattr(Watch, "__call__", lambda self, *judged: wrapped.append(1))
     assert tiny.specctl("generate").code == 0 and not wrapped
     monkeypatch.setattr(Watch, "judged", lambda self: [Judged(overlap=1.0, entropy=1.0, accepted=True)])
     assert tiny.specctl("generate", "--trace", str(tmp_path / "trace.jsonl")).code == 0 and wrapped

@@ -40,8 +40,9 @@ def sweep_k(
     from specctl.experiments.sweep_k import sweep_k as run
     from specctl.experiments.trace import open_trace
     from specctl.experiments.workload import check_prompts
+    from specctl.report.conclusions import sweep_conclusions
     from specctl.report.plots import check_plot, sweep_figure
-    from specctl.report.tables import make_console, print_tables, sweep_categories, sweep_table
+    from specctl.report.tables import make_console, print_lines, print_tables, sweep_categories, sweep_table
 
     flags = {"drafter": drafter, "prompts": prompts, "temperature": temperature, "rule": rule, "seed": seed}
     loaded = load(config, overrides, **flags)
@@ -55,11 +56,10 @@ def sweep_k(
             pair.prepare([drafter_name], pair.ks(drafter_name)[-1])
         with progress_bar("sweep-k") as progress:
             result = run(pair, loaded.decoding.drafter, progress, writer)
-    if not publish(pair, "sweep-k", result, as_json):
+    conclusions = sweep_conclusions(result)
+    if not publish(pair, "sweep-k", result, as_json, conclusions):
         print_tables(make_console(), sweep_table(result), sweep_categories(result))
-        if result.note:
-            print(result.note)
-        print(f"Best K = {result.best_k}. {result.reason}")
+        print_lines(conclusions)
     draw(loaded, "sweep-k", plot, lambda: sweep_figure(result))
 
 
@@ -79,12 +79,12 @@ def break_it(
 ) -> None:
     """Compare plain decoding with every drafter at the same K, and say why each pays or does not."""
     from specctl.experiments.break_it import break_it as run
-    from specctl.experiments.break_it import explain_acceptance
     from specctl.experiments.pair import Pair
     from specctl.experiments.trace import open_trace
     from specctl.experiments.workload import check_prompts
+    from specctl.report.conclusions import break_it_conclusions
     from specctl.report.plots import break_it_figure, check_plot
-    from specctl.report.tables import break_it_categories, break_it_table, make_console, print_tables
+    from specctl.report.tables import break_it_categories, break_it_table, make_console, print_lines, print_tables
 
     loaded = load(config, overrides, k=k, prompts=prompts, temperature=temperature, rule=rule, seed=seed)
     check_plot(plot)
@@ -96,13 +96,8 @@ def break_it(
         pair.prepare(names, loaded.decoding.num_speculative_tokens)
         with progress_bar("break-it") as progress:
             result = run(pair, names, progress, writer)
-    if not publish(pair, "break-it", result, as_json):
+    conclusions = break_it_conclusions(result)
+    if not publish(pair, "break-it", result, as_json, conclusions):
         print_tables(make_console(), break_it_table(result), break_it_categories(result))
-        if result.note:
-            print(result.note)
-        for row in result.rows:
-            if row.cause:
-                print(f"{row.name}: {row.cause}")
-            if explanation := explain_acceptance(row):
-                print(f"  {explanation}")
+        print_lines(conclusions)
     draw(loaded, "break-it", plot, lambda: break_it_figure(result))

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -96,11 +96,16 @@ def progress_bar(what: str, unit: str = "run") -> Iterator[Callable[[int, int], 
         yield update
 
 
-def publish(pair: "Pair", name: str, result: Any, as_json: bool) -> bool:
-    """Store a result in the run folder; print it where JSON was asked for, and say whether it was."""
+def publish(pair: "Pair", name: str, result: Any, as_json: bool, conclusions: Sequence[str] | None = None) -> bool:
+    """Store a result in the run folder; print it where JSON was asked for, and say whether it was.
+
+    conclusions: what a person is told of it, in sentences.
+    """
     from specctl.report.files import result_document, save_result, to_text
 
     document = result_document(pair.config, result, device=str(pair.device), threads=pair.threads, tuning=pair.tuning)
+    if conclusions is not None:
+        document["conclusions"] = list(conclusions)
     path = save_result(pair.config, name, document)
     narrate(f"saved {path}")
     if as_json:

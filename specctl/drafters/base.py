@@ -12,7 +12,7 @@ from torch import Tensor
 from specctl.acceptance import Proposal
 from specctl.chance import Chance
 from specctl.events import Round
-from specctl.models.session import Forward
+from specctl.models.session import Drawn, Forward
 from specctl.sampling import History, SamplingLaw
 
 
@@ -23,7 +23,8 @@ class Drafter(Protocol):
     target's pass over the same tokens, None for a prompt of one token. `propose` drafts at most
     `limit` tokens after the committed ones in `history`; fewer, or none, is always allowed as long
     as that is not decided by the value of a token that was drawn and is then withheld. `observe`
-    hears what became of them, with the target's pass over [last committed, drafted...].
+    hears what became of them, with the target's pass over [last committed, drafted...]; that of a
+    round in which nothing was drafted may have no logits.
     """
 
     @property
@@ -34,6 +35,13 @@ class Drafter(Protocol):
     def propose(self, history: History, limit: int, law: SamplingLaw, chance: Chance) -> Proposal: ...
 
     def observe(self, round_: Round, forward: Forward) -> None: ...
+
+
+def proposal_of(drawn: Drawn, vocab_size: int) -> Proposal:
+    """What was drawn, as a proposal: at temperature 0 a point mass."""
+    if drawn.probs is None:
+        return PointProposal(drawn.ids, vocab_size, drawn.mass)
+    return DenseProposal(drawn.ids, drawn.probs)
 
 
 class DenseProposal:
@@ -53,13 +61,17 @@ class DenseProposal:
 
 
 class PointProposal:
-    """Tokens proposed with certainty: q is 1 at the token itself. ids: [K] int64."""
+    """Tokens proposed with certainty: q is 1 at the token itself. ids: [K] int64.
 
-    def __init__(self, ids: Tensor, vocab_size: int) -> None:
+    mass: [K], that 1, or NaN where a model that chose the token had no finite logits, which the rule then notices.
+    """
+
+    def __init__(self, ids: Tensor, vocab_size: int, mass: Tensor | None = None) -> None:
         self.ids, self._vocab_size = ids, vocab_size
+        self.mass = torch.ones(len(ids), device=ids.device) if mass is None else mass
 
     def at(self, ids: Tensor) -> Tensor:
-        return (ids == self.ids).to(torch.float32)
+        return self.mass.where(ids == self.ids, 0)
 
     def row(self, position: Tensor) -> Tensor:
         nothing = self.ids.new_full((1,), -1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from specctl.acceptance import Proposal
 from specctl.chance import Chance
 from specctl.continuation import draw_tokens
-from specctl.drafters.base import DenseProposal, PointProposal
+from specctl.drafters.base import PointProposal, proposal_of
 from specctl.events import Round
 from specctl.models.session import CausalModel, Forward
 from specctl.sampling import History, SamplingLaw
@@ -63,7 +63,7 @@ class DraftModel:
         limit = self._slide(len(token_ids), limit)
         feed = self._ids(token_ids[self._window_start + self._session.lengths[0] :])
         drawn = draw_tokens(self._session, feed, limit, law=law, history=history, chance=chance)
-        return DenseProposal(drawn.ids, drawn.probs)
+        return proposal_of(drawn, self.model.vocab_size)
 
     def observe(self, round_: Round, forward: Forward) -> None:
         """Roll back to the committed tokens that are cached: those before the round and the accepted."""

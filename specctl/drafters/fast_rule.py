@@ -12,29 +12,39 @@ from torch import Tensor
 
 from specctl.acceptance import Proposal, Verdict, token_rule
 from specctl.chance import Chance, SeededChance
-from specctl.drafters.base import DenseProposal
+from specctl.drafters.base import DenseProposal, PointProposal
 from specctl.models.kernel import library
 
 
 def fast_token_rule(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
     """`token_rule`, and by itself where the kernel is not in use or something is not as it takes it."""
     kernel = library.loaded()
-    if kernel is None or not isinstance(proposal, DenseProposal) or not isinstance(chance, SeededChance):
+    if (
+        kernel is None
+        or not isinstance(proposal, DenseProposal | PointProposal)
+        or not isinstance(chance, SeededChance)
+    ):
         return token_rule(p, proposal, chance)
-    q, ids = proposal.q, proposal.ids
-    if p.shape != q.shape or ids.dtype != torch.int64 or not ids.is_contiguous():
+    ids, is_dense = proposal.ids, isinstance(proposal, DenseProposal)
+    drawn_with = proposal.q if isinstance(proposal, DenseProposal) else proposal.mass
+    if len(p) != len(ids) + 1 or drawn_with.shape != (p.shape if is_dense else ids.shape):
         return token_rule(p, proposal, chance)
-    if not all(rows.device.type == "cpu" and rows.dtype == torch.float32 and rows.is_contiguous() for rows in (p, q)):
+    if ids.dtype != torch.int64 or not ids.is_contiguous() or not all(map(_is_readable, (p, drawn_with))):
         return token_rule(p, proposal, chance)
     uniforms = chance.uniforms(len(ids) + 1)
-    integers, floats = torch.empty(1, dtype=torch.int64), torch.empty(1 + p.shape[1])
+    closing, floats = torch.empty(1, dtype=torch.int64), torch.empty(1 + p.shape[1])
     address = floats.data_ptr()
     num_accepted = kernel.specctl_token_rule(
         p.data_ptr(),
-        q.data_ptr(),
+        drawn_with.data_ptr(),
+        is_dense,
         ids.data_ptr(),
         uniforms.data_ptr(),
         *(len(ids), p.shape[1]),
-        *(integers.data_ptr(), address, address + floats.itemsize),
+        *(closing.data_ptr(), address, address + floats.itemsize),
     )
-    return Verdict(torch.tensor(num_accepted), integers, floats[0])
+    return Verdict(torch.tensor(num_accepted), closing, floats[0])
+
+
+def _is_readable(numbers: Tensor) -> bool:
+    return numbers.device.type == "cpu" and numbers.dtype == torch.float32 and numbers.is_contiguous()

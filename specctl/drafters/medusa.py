@@ -50,7 +50,10 @@ class MedusaDrafter:
             seen = History(token_ids=history.token_ids, prompt_length=history.prompt_length, drafted=drafted)
             rows.append(law.probs(logits[head], seen))
             drafted.append(chance.draw(rows[-1]))
-        return DenseProposal(torch.cat(drafted), torch.stack([*rows, torch.zeros_like(rows[0])]))
+        ids, probs = torch.cat(drafted), torch.stack([*rows, torch.zeros_like(rows[0])])
+        if law.temperature == 0:
+            return PointProposal(ids, self._vocab_size, probs[:-1].gather(1, ids[:, None])[:, 0])
+        return DenseProposal(ids, probs)
 
     def observe(self, round_: Round, forward: Forward) -> None:
         """Take the row that the closing token was drawn from: that of the last accepted token."""

@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 
 from specctl import theory
 from specctl.errors import UsageError
+from specctl.experiments.agreement import Agreement, agreement_on
 from specctl.experiments.intervals import CategoryFigures, Interval, PromptFigures
-from specctl.experiments.measure import Progress, Variant, acceptance_on, measure_speeds, shared_figures
+from specctl.experiments.measure import Bench, Disturbance, Progress, Speed, Variant, shared_figures
 from specctl.experiments.pair import Pair
-from specctl.experiments.timing import measure_costs
+from specctl.experiments.prediction import agrees, predict
+from specctl.experiments.timing import Costs, CostTimer, interleaved
 from specctl.experiments.trace import Trace
 from specctl.experiments.watch import Judged
-from specctl.experiments.workload import workload
+from specctl.experiments.workload import Workload, workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class BreakRow:
     From prompts other than the timed ones: expected_acceptance, which is alpha, the mean of
     sum_x min(p, q); conditional_acceptance by position; acceptance_by_entropy in bands that are the
     same for all drafters and hold a third each of all that was judged.
+    pays: whether the measured speedup is above 1, None where its interval holds 1 or there is none. cause: what
+    would help more, perfect agreement or a free draft; None where nothing is known or it pays.
     """
 
     name: str
@@ -47,8 +51,13 @@ class BreakRow:
     acceptance_by_entropy: list[EntropyBand] | None = None
     mean_acceptance_length: float | None = None
     cost_ratio: float | None = None
+    round_cost: float | None = None
     break_even_alpha: float | None = None
-    cause: str | None = None
+    predicted_speedup: float | None = None
+    predicted_interval: Interval | None = None
+    prediction_agrees: bool | None = None
+    pays: bool | None = None
+    cause: theory.Cause | None = None
     speedup_interval: Interval | None = None
     mean_acceptance_length_interval: Interval | None = None
     by_category: list[CategoryFigures] = field(default_factory=list)
@@ -57,9 +66,14 @@ class BreakRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakIt:
+    """ignores_eos: whether texts went on behind their end."""
+
     k: int
     temperature: float
     rows: list[BreakRow]
+    disturbance: Disturbance
+    num_prompts: int
+    ignores_eos: bool = False
     note: str | None = None
     lossy: bool = False
 
@@ -69,48 +83,85 @@ def break_it(pair: Pair, names: Sequence[str], progress: Progress | None = None,
 
     `trace` takes down the rounds of the prompts that are not timed.
     """
-    k = pair.config.decoding.num_speculative_tokens
+    k, sweep = pair.config.decoding.num_speculative_tokens, pair.config.sweep
     if k == 0 or not names:
         raise UsageError("break-it needs drafters in the config and decoding.num_speculative_tokens of 1 or more")
     work, seed = workload(pair), pair.config.seed
     if trace and not work.held_out:
         raise UsageError(f"--trace takes down prompts that are not timed. {work.note}")
     others = [prompt.token_ids for prompt in work.held_out]
-    agreements = {name: acceptance_on(pair, name, k, others, trace) for name in names}
+    repeats = -(-len(work.measured) * sweep.repeats // max(1, len(others)))
+    agreements = {name: agreement_on(pair, name, k, others, repeats, trace) for name in names} if others else {}
     limits = entropy_limits([position for agreement in agreements.values() for position in agreement.judged])
-    costs = {name: measure_costs(pair, name, [k]) for name in names}
-    baseline = Variant("none", 0)
-    speeds = measure_speeds(pair, [baseline, *(Variant(name, k) for name in names)], work.measured, progress)
-    plain = speeds[baseline]
-    rows = [BreakRow(name="baseline", **shared_figures(plain, plain, work.measured, seed))]
-    for name in names:
-        cost, agreement = costs[name], agreements[name]
-        alpha = agreement.expected_acceptance if others else None
-        prices = (cost.cost_ratio, cost.verify_cost[k + 1], cost.overhead[k])
-        figures = shared_figures(speeds[Variant(name, k)], plain, work.measured, seed)
-        rows.append(
-            BreakRow(
-                name=name,
-                expected_acceptance=alpha,
-                conditional_acceptance=agreement.stats.conditional_acceptance,
-                acceptance_by_entropy=by_entropy(agreement.judged, limits),
-                cost_ratio=cost.cost_ratio,
-                break_even_alpha=theory.break_even_alpha(k, *prices),
-                cause=_cause(alpha, figures["speedup"], k, *prices) if others else None,
-                **figures,
-            )
-        )
-    return BreakIt(k=k, temperature=pair.config.decoding.temperature, rows=rows, note=work.note, lossy=pair.is_lossy(k))
+    timers = {name: CostTimer(pair, name, _sizes(k), cached=work.mean_length) for name in names}
+    bench, plain = Bench(pair, work.measured, progress), Variant("none", 0)
+    bench.run([plain, *(Variant(name, k) for name in names)], sweep.repeats, interleaved(list(timers.values())))
+    baseline = bench.speed(plain)
+    return BreakIt(
+        k=k,
+        temperature=pair.config.decoding.temperature,
+        rows=[
+            BreakRow(name="baseline", **shared_figures(baseline, baseline, work.measured, seed)),
+            *(
+                _row(
+                    name,
+                    k,
+                    bench.speed(Variant(name, k)),
+                    baseline,
+                    work,
+                    seed,
+                    costs=timers[name].costs(),
+                    agreement=agreements.get(name),
+                    limits=limits,
+                )
+                for name in names
+            ),
+        ],
+        disturbance=bench.disturbance,
+        num_prompts=len(work.measured),
+        ignores_eos=sweep.ignore_eos,
+        note=work.note,
+        lossy=pair.is_lossy(k),
+    )
 
 
-def _cause(alpha: float | None, measured: float, k: int, *prices: float) -> str:
-    """Theory's word, and where the measurement contradicts it, that too."""
-    if alpha is None:
-        return "drafted nothing, so its rounds were plain steps"
-    cause = theory.cause(alpha, k, *prices)
-    if measured < 1 < theory.speedup(theory.expected_tokens(alpha, k), k, *prices):
-        cause += f"; measured {measured:.2f}x, less than theory allows"
-    return cause
+def _sizes(k: int) -> set[int]:
+    """Drafts of K tokens, and some shorter ones: not every round drafts all."""
+    return {size for size in (1, 2, 4, 8, k // 2, k) if 1 <= size <= k}
+
+
+def _row(
+    name: str,
+    k: int,
+    speed: Speed,
+    plain: Speed,
+    work: Workload,
+    seed: int,
+    *,
+    costs: Costs,
+    agreement: Agreement | None,
+    limits: Sequence[float],
+) -> BreakRow:
+    figures = shared_figures(speed, plain, work.measured, seed)
+    interval, costs_of_k = figures["speedup_interval"], (costs.cost_ratio, costs.verify_cost[k + 1], costs.overhead[k])
+    alpha = agreement.expected_acceptance if agreement else None
+    prediction = predict(agreement.passes, costs, seed) if agreement else None
+    pays = None if interval is None or interval[0] <= 1 <= interval[1] else bool(interval[0] > 1)
+    return BreakRow(
+        name=name,
+        expected_acceptance=alpha,
+        conditional_acceptance=agreement.stats.conditional_acceptance if agreement else None,
+        acceptance_by_entropy=by_entropy(agreement.judged, limits) if agreement else None,
+        cost_ratio=costs.cost_ratio,
+        round_cost=costs.round_cost(k),
+        break_even_alpha=theory.break_even_alpha(k, *costs_of_k),
+        predicted_speedup=prediction.speedup if prediction else None,
+        predicted_interval=prediction.interval if prediction else None,
+        prediction_agrees=agrees(prediction, figures["speedup"], interval) if prediction else None,
+        pays=pays,
+        cause=None if pays or alpha is None else theory.cause(alpha, k, *costs_of_k),
+        **figures,
+    )
 
 
 def entropy_limits(judged: Sequence[Judged]) -> list[float]:
@@ -129,18 +180,3 @@ def by_entropy(judged: Sequence[Judged], limits: Sequence[float]) -> list[Entrop
         EntropyBand(low=low, high=high, num_judged=len(band), acceptance=sum(band) / len(band) if band else None)
         for low, high, band in zip([0.0, *limits], [*limits, None], bands, strict=True)
     ]
-
-
-def explain_acceptance(row: BreakRow) -> str | None:
-    """One sentence on where a drafter's tokens were accepted; None for the baseline or where nothing was judged."""
-    if not row.conditional_acceptance or not row.acceptance_by_entropy:
-        return None
-    text = "accepted by position " + ", ".join(f"{share:.0%}" for share in row.conditional_acceptance)
-    surest, least_sure = row.acceptance_by_entropy[0], row.acceptance_by_entropy[-1]
-    if surest.acceptance is not None and least_sure.acceptance is not None and surest is not least_sure:
-        text += (
-            f"; {surest.acceptance:.0%} of {surest.num_judged} where the target is surest (entropy below "
-            f"{surest.high:.1f} nats), {least_sure.acceptance:.0%} of {least_sure.num_judged} where it is least sure "
-            f"(from {least_sure.low:.1f})"
-        )
-    return text

@@ -62,9 +62,9 @@ def generate(
     pair.prepare([decoding.drafter], k)
     on_start()
     drafter = decoding.drafter if k else "none"
-    watch = Watch(pair.rule) if trace else None
+    watch = Watch() if trace else None
     asked = decoding.logprobs
-    events = pair.events(prompt, drafter=drafter, k=k, request=request, rule=watch, num_logprobs=asked)
+    events = pair.events(prompt, drafter=drafter, k=k, request=request, observer=watch, num_logprobs=asked)
     if trace and watch:
         events = trace.follow(events, watch, prompt=request, drafter=drafter, k=k, lossy=pair.is_lossy(k))
     logprobs = None if asked is None else list[TokenLogprob]()

@@ -8,19 +8,19 @@ percentiles are those of Hesterberg 1411.5279, section 3.3, wider for few prompt
 Shapes: P prompts, R resamples.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specctl.experiments.workload import EncodedPrompt
+from specctl.experiments.workload import LEAST_PROMPTS, EncodedPrompt
 
 Floats = NDArray[np.float64]
 Interval = tuple[float, float]
 
-_RESAMPLES = 2000
+RESAMPLES = 2000
 _OUTSIDE = 0.025  # of the probability, on each side
 
 
@@ -28,8 +28,7 @@ _OUTSIDE = 0.025  # of the probability, on each side
 class Timings:
     """One way to decode, prompt by prompt, each array [P].
 
-    tokens: new tokens of a run. seconds: tokens times the median over repeats of the seconds per
-    token, so that one disturbed run counts for nothing. rounds: target passes of a run.
+    tokens: new tokens of a run. seconds: of its rounds. rounds: target passes of a run.
     """
 
     tokens: Floats
@@ -72,26 +71,26 @@ class CategoryFigures:
 def speedup_interval(timings: Timings, plain: Timings | None, seed: int) -> Interval | None:
     """95 % interval of the speed over `plain`'s, paired by prompt.
 
-    None without plain decoding, for plain decoding itself, and for a single prompt.
+    None without plain decoding, for plain decoding itself, and for fewer than 6 prompts.
     """
-    if plain is None or plain is timings or len(plain.tokens) < 2:
+    if plain is None or plain is timings or len(plain.tokens) < LEAST_PROMPTS:
         return None
-    picks = _resamples(len(plain.tokens), seed)
+    picks = resamples(len(plain.tokens), seed)
     speedups = _ratio(timings.tokens, timings.seconds, picks) / _ratio(plain.tokens, plain.seconds, picks)
-    return _interval(speedups, len(plain.tokens))
+    return interval_of(speedups, len(plain.tokens))
 
 
 def length_interval(timings: Timings, seed: int) -> Interval | None:
-    """95 % interval of the tokens per target pass; None for a single prompt."""
-    if len(timings.tokens) < 2:
+    """95 % interval of the tokens per target pass; None for fewer than 6 prompts."""
+    if len(timings.tokens) < LEAST_PROMPTS:
         return None
-    lengths = _ratio(timings.tokens, timings.rounds, _resamples(len(timings.tokens), seed))
-    return _interval(lengths, len(timings.tokens))
+    lengths = _ratio(timings.tokens, timings.rounds, resamples(len(timings.tokens), seed))
+    return interval_of(lengths, len(timings.tokens))
 
 
-def _resamples(num_prompts: int, seed: int) -> NDArray[np.int64]:
+def resamples(num_prompts: int, seed: int) -> NDArray[np.int64]:
     """Indices of prompts drawn with replacement, [R, P]; the same for every way to decode."""
-    return np.random.default_rng(seed).integers(num_prompts, size=(_RESAMPLES, num_prompts))
+    return np.random.default_rng(seed).integers(num_prompts, size=(RESAMPLES, num_prompts))
 
 
 def _ratio(numerator: Floats, denominator: Floats, picks: NDArray[np.int64]) -> Floats:
@@ -100,7 +99,8 @@ def _ratio(numerator: Floats, denominator: Floats, picks: NDArray[np.int64]) -> 
     return totals
 
 
-def _interval(values: Floats, num_prompts: int) -> Interval:
+def interval_of(values: Floats, num_prompts: int) -> Interval:
+    """95 % interval from a figure's values in all resamples of so many prompts."""
     outside = _expanded(num_prompts)
     low, high = np.quantile(values, (outside, 1 - outside))
     return float(low), float(high)
@@ -109,28 +109,17 @@ def _interval(values: Floats, num_prompts: int) -> Interval:
 def _expanded(num_prompts: int) -> float:
     """The share of resamples to leave out on each side, so that few prompts give as wide an interval as Student's t.
 
-    Resamples of n values vary less than n - 1 degrees of freedom do: Phi(-sqrt(n / (n - 1)) t). The
-    quantile of t is the expansion of Abramowitz and Stegun, 26.7.5; for two prompts all that is near 0.
+    Resamples of n values vary less than n - 1 degrees of freedom do: Phi(-sqrt(n / (n - 1)) t).
     """
-    normal, nu = NormalDist(), num_prompts - 1
-    z = normal.inv_cdf(1 - _OUTSIDE)
-    t = z + (z**3 + z) / (4 * nu) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * nu**2)
-    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * nu**3)
-    return normal.cdf(-((num_prompts / nu) ** 0.5) * t)
+    t = t_quantile(1 - _OUTSIDE, num_prompts - 1)
+    return NormalDist().cdf(-((num_prompts / (num_prompts - 1)) ** 0.5) * t)
 
 
-def best_k(timings: Mapping[int, Timings], seed: int) -> int:
-    """The smallest K that cannot be told from the fastest.
-
-    That is one whose speed over the fastest one's has a paired interval that reaches 1. With a single
-    prompt there is no interval, and the fastest is the best.
-    """
-    fastest = max(timings, key=lambda k: timings[k].tokens_per_second)
-    for k in sorted(timings):
-        interval = speedup_interval(timings[k], timings[fastest], seed)
-        if k == fastest or (interval and interval[1] >= 1):
-            return k
-    raise AssertionError("the fastest K is one of those tried")
+def t_quantile(probability: float, degrees: int) -> float:
+    """Student's t, by the expansion of Abramowitz and Stegun, 26.7.5: within 1 % from 5 degrees of freedom on."""
+    z = NormalDist().inv_cdf(probability)
+    t = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    return t + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
 
 
 def by_prompt(prompts: Sequence[EncodedPrompt], timings: Timings, plain: Timings | None) -> list[PromptFigures]:

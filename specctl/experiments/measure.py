@@ -1,6 +1,6 @@
 """Speeds measured side by side: several ways to decode, the same prompts, the order mixed.
 
-`acceptance_on` measures agreement apart from speed, through the public loop, by watching its rule.
+Texts end as in `generate`, unless `sweep.ignore_eos` asks for texts of one length.
 """
 
 import random
@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from specctl.events import Round
 from specctl.experiments.intervals import Timings, by_category, by_prompt, length_interval, speedup_interval
+from specctl.experiments.load import Load, is_disturbed, read_load
 from specctl.experiments.pair import Pair
-from specctl.experiments.trace import Trace
-from specctl.experiments.watch import Judged, Watch
 from specctl.experiments.workload import EncodedPrompt
 from specctl.stats import Stats, collect
 from specctl.stopping import StopRules
 
 Progress = Callable[[int, int], None]  # runs done, runs in all
+
+_AGAIN_SHARE, _AGAIN_LEAST = 0.25, 4  # disturbed blocks measured again: of all blocks, and at least
+_WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,52 +50,134 @@ class Speed:
         return self.timings.tokens_per_second
 
 
-def measure_speeds(
-    pair: Pair, variants: Sequence[Variant], prompts: Sequence[EncodedPrompt], progress: Progress | None = None
-) -> dict[Variant, Speed]:
-    """Run every variant on every prompt, `sweep.repeats` times, after a warm-up of each.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disturbance:
+    """Of the blocks that count: how many were measured again for other load beside them, and how many kept it."""
 
-    Within a prompt the variants run in an order shuffled anew, so drift of the machine's speed
-    falls on all alike. Every run emits exactly `sweep.max_new_tokens` tokens where the context allows.
+    num_blocks: int
+    num_measured_again: int
+    num_disturbed: int
+
+
+class Bench:
+    """Runs variants on prompts, in blocks: one prompt, every variant, in an order shuffled anew.
+
+    Drift of the machine's speed so falls on all alike. A block beside which something else used the processors is
+    measured again as a whole, at the end of its repeat, as long as those are not a large part of all blocks.
     """
-    sweep = pair.config.sweep
-    stop = StopRules(max_new_tokens=sweep.max_new_tokens)
-    warm_up = StopRules(max_new_tokens=min(16, sweep.max_new_tokens))
-    for variant in variants:
-        collect(pair.events(prompts[0].token_ids, drafter=variant.drafter, k=variant.k, stop=warm_up))
-    runs: dict[Variant, list[list[Stats]]] = {variant: [[] for _ in prompts] for variant in variants}
-    order, shuffled = list(variants), random.Random(pair.config.seed)
-    done, total = 0, sweep.repeats * len(prompts) * len(variants)
-    for repeat in range(sweep.repeats):
-        for index, prompt in enumerate(prompts):
-            shuffled.shuffle(order)
-            for variant in order:
-                request = repeat * len(prompts) + index
-                events = pair.events(prompt.token_ids, drafter=variant.drafter, k=variant.k, request=request, stop=stop)
-                runs[variant][index].append(collect(events)[1])
-                done += 1
-                if progress:
-                    progress(done, total)
-    return {variant: _speed(by_prompt) for variant, by_prompt in runs.items()}
+
+    def __init__(
+        self,
+        pair: Pair,
+        prompts: Sequence[EncodedPrompt],
+        progress: Progress | None = None,
+        load: Callable[[], Load | None] = read_load,
+    ) -> None:
+        self._pair, self._prompts, self._progress, self._load = pair, prompts, progress, load
+        self._shuffled = random.Random(pair.config.seed)
+        self._runs: dict[Variant, list[list[Stats]]] = {}  # [repeat][prompt]
+        self._first: dict[Variant, list[int]] = {}  # the repeat that each of them was
+        self._done = self._planned = 0
+        self._num_blocks = self._num_again = self._num_disturbed = 0
+        self.num_repeats = 0
+
+    def run(self, variants: Sequence[Variant], repeats: int, between: Callable[[], None] = lambda: None) -> None:
+        """Run every variant on every prompt `repeats` times; `between` is called after each block."""
+        for variant in variants:
+            if variant not in self._runs:
+                self._warm_up(variant)
+                self._runs[variant], self._first[variant] = [], []
+        self._planned += repeats * len(self._prompts) * len(variants)
+        for _ in range(repeats):
+            found = self._repeat(list(variants), between)
+            for variant in variants:
+                self._runs[variant].append([found[index][variant] for index in range(len(self._prompts))])
+                self._first[variant].append(self.num_repeats)
+            self.num_repeats += 1
+
+    def _warm_up(self, variant: Variant) -> None:
+        stop = StopRules(max_new_tokens=min(_WARM_UP_TOKENS, self._pair.config.sweep.max_new_tokens))
+        collect(self._pair.events(self._prompts[0].token_ids, drafter=variant.drafter, k=variant.k, stop=stop))
+
+    def _repeat(self, order: list[Variant], between: Callable[[], None]) -> dict[int, dict[Variant, Stats]]:
+        """A run of each variant on each prompt."""
+        found: dict[int, dict[Variant, Stats]] = {}
+        waiting = list(range(len(self._prompts)))
+        while waiting:
+            index = waiting.pop(0)
+            before, block = self._load(), self._block(index, order)
+            disturbed = is_disturbed(before, self._load(), self._pair.threads)
+            if disturbed and self._num_again < max(_AGAIN_LEAST, _AGAIN_SHARE * self._num_blocks):
+                self._num_again += 1
+                waiting.append(index)
+            else:
+                found[index] = block
+                self._num_blocks += 1
+                self._num_disturbed += disturbed
+                self._done += len(order)
+                if self._progress:
+                    self._progress(self._done, self._planned)
+            between()
+        return found
+
+    def _block(self, index: int, order: list[Variant]) -> dict[Variant, Stats]:
+        self._shuffled.shuffle(order)
+        request = self.num_repeats * len(self._prompts) + index
+        prompt, stop = self._prompts[index].token_ids, self._pair.sweep_stop()
+        block = {}
+        for variant in order:
+            events = self._pair.events(prompt, drafter=variant.drafter, k=variant.k, request=request, stop=stop)
+            block[variant] = collect(events)[1]
+        return block
+
+    def speed(self, variant: Variant, since: int = 0, until: int | None = None) -> Speed:
+        """Of the repeats from number `since` up to but not including `until`."""
+        return speed_of(self._chosen(variant, since, until))
+
+    def runs(self, variant: Variant) -> Timings:
+        """Every run on its own, as if it were a prompt."""
+        runs = list(chain.from_iterable(self._chosen(variant, 0, None)))
+        return Timings(
+            tokens=_array(run.num_new_tokens for run in runs),
+            seconds=_array(run.seconds for run in runs),
+            rounds=_array(run.num_rounds for run in runs),
+        )
+
+    def num_repeats_of(self, variant: Variant, since: int = 0, until: int | None = None) -> int:
+        """How many repeats those are."""
+        return len(self._chosen(variant, since, until))
+
+    def _chosen(self, variant: Variant, since: int, until: int | None) -> list[list[Stats]]:
+        numbered = zip(self._first[variant], self._runs[variant], strict=True)
+        return [runs for number, runs in numbered if number >= since and (until is None or number < until)]
+
+    @property
+    def disturbance(self) -> Disturbance:
+        return Disturbance(
+            num_blocks=self._num_blocks, num_measured_again=self._num_again, num_disturbed=self._num_disturbed
+        )
 
 
-def _speed(runs: Sequence[Sequence[Stats]]) -> Speed:
-    """From the runs of one variant: for each prompt, one for each repeat."""
+def speed_of(repeats: Sequence[Sequence[Stats]]) -> Speed:
+    """From the runs of one variant, [repeat][prompt].
+
+    The seconds of a prompt are its rounds times the median over repeats of the seconds a round took, so that one
+    disturbed run counts for nothing, while how many tokens a round emitted is counted over all of them.
+    """
     total = Stats()
-    for run in chain.from_iterable(runs):
+    for run in chain.from_iterable(repeats):
         total.merge(run)
-    rates = [
-        sum(run.num_new_tokens for run in repeat) / sum(run.seconds for run in repeat)
-        for repeat in zip(*runs, strict=True)
-    ]
-    tokens = np.array([mean(run.num_new_tokens for run in repeats) for repeats in runs], dtype=np.float64)
-    seconds_per_token = [median(run.seconds / run.num_new_tokens for run in repeats) for repeats in runs]
-    timings = Timings(
-        tokens=tokens,
-        seconds=tokens * np.array(seconds_per_token),
-        rounds=np.array([mean(run.num_rounds for run in repeats) for repeats in runs], dtype=np.float64),
-    )
+    rates = [sum(run.num_new_tokens for run in runs) / sum(run.seconds for run in runs) for runs in repeats]
+    by_prompt = list(zip(*repeats, strict=True))
+    rounds = _array(mean(run.num_rounds for run in runs) for runs in by_prompt)
+    round_seconds = _array(median(run.seconds / run.num_rounds for run in runs) for runs in by_prompt)
+    tokens = _array(mean(run.num_new_tokens for run in runs) for runs in by_prompt)
+    timings = Timings(tokens=tokens, seconds=rounds * round_seconds, rounds=rounds)
     return Speed(timings=timings, spread=(max(rates) - min(rates)) / 2, stats=total)
+
+
+def _array(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.array(list(values), dtype=np.float64)
 
 
 def shared_figures(speed: Speed, plain: Speed | None, prompts: Sequence[EncodedPrompt], seed: int) -> dict[str, Any]:
@@ -111,49 +194,3 @@ def shared_figures(speed: Speed, plain: Speed | None, prompts: Sequence[EncodedP
         "by_category": by_category(prompts, timings, baseline, seed),
         "by_prompt": by_prompt(prompts, timings, baseline),
     }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """expected_acceptance: mean of sum_x min(p, q) over the positions that were judged, the true alpha; None for none.
-
-    marginal_acceptance[i]: share of rounds that accepted more than i tokens. drafted_share: of rounds that
-    drafted at all. Both over the rounds whose budget had room for K drafts.
-    """
-
-    expected_acceptance: float | None
-    stats: Stats
-    judged: list[Judged]
-    marginal_acceptance: list[float]
-    drafted_share: float
-
-
-def acceptance_on(
-    pair: Pair, drafter: str, k: int, prompts: Sequence[Sequence[int]], trace: Trace | None = None
-) -> Agreement:
-    """Decode prompts with a watched rule, untimed; `trace` takes down the rounds."""
-    watch, judged = Watch(pair.rule), list[Judged]()
-    stats, roomy = Stats(), list[Round]()
-    budget = pair.config.sweep.max_new_tokens
-    for index, prompt in enumerate(prompts):
-        request = 1_000_000 + index  # apart from every measured request
-        stop = StopRules(max_new_tokens=budget)
-        events = pair.events(prompt, drafter=drafter, k=k, request=request, stop=stop, rule=watch)
-        if trace:
-            events = trace.follow(events, watch, prompt=index, drafter=drafter, k=k, lossy=pair.is_lossy(k))
-        remaining = min(budget, pair.target.context_length - len(prompt))
-        for event in events:
-            stats.add(event)
-            if isinstance(event, Round):
-                judged += watch.judged()
-                if remaining > k:
-                    roomy.append(event)
-                remaining -= len(event.emitted)
-    num_rounds = max(1, len(roomy))
-    return Agreement(
-        expected_acceptance=mean(position.overlap for position in judged) if judged else None,
-        stats=stats,
-        judged=judged,
-        marginal_acceptance=[sum(event.num_accepted > i for event in roomy) / num_rounds for i in range(k)],
-        drafted_share=sum(event.num_drafted > 0 for event in roomy) / num_rounds,
-    )

@@ -13,7 +13,7 @@ import torch
 from specctl.acceptance import block_rule, typical_rule
 from specctl.chance import SeededChance
 from specctl.config import DecodingConfig, DraftModelConfig, MedusaConfig, RunConfig
-from specctl.decoding import Rule, plain, speculative
+from specctl.decoding import Observer, Rule, plain, speculative
 from specctl.drafters.base import Drafter
 from specctl.drafters.draft_model import DraftModel
 from specctl.drafters.fast_rule import fast_token_rule
@@ -205,7 +205,49 @@ class Pair:
         decoding = self.config.decoding
         return VisibleText(TextStream(self.artefacts.tokenizer), decoding.stop, decoding.min_new_tokens)
 
+    def sweep_stop(self) -> StopRules:
+        """When a request that is measured ends: as one of `decoding`, at the budget of `sweep`."""
+        sweep = self.config.sweep
+        if sweep.ignore_eos:
+            return StopRules(max_new_tokens=sweep.max_new_tokens)
+        return replace(self.stop_rules(), max_new_tokens=sweep.max_new_tokens)
+
     def events(
+        self,
+        prompt: Sequence[int],
+        *,
+        drafter: str,
+        k: int,
+        request: int = 0,
+        stop: StopRules | None = None,
+        num_logprobs: int | None = None,
+        observer: Observer | None = None,
+    ) -> Iterator[Event]:
+        """One request's events; plain decoding, with nothing to observe, for the drafter "none" or K = 0.
+
+        stop: that of `decoding` if None.
+        """
+        if drafter == "none" or k == 0:
+            return self.plain(prompt, request=request, stop=stop, num_logprobs=num_logprobs)
+        return self.speculative(
+            prompt, drafter=drafter, k=k, request=request, stop=stop, num_logprobs=num_logprobs, observer=observer
+        )
+
+    def plain(
+        self, prompt: Sequence[int], *, request: int = 0, stop: StopRules | None = None, num_logprobs: int | None = None
+    ) -> Iterator[Event]:
+        """One request of plain decoding."""
+        return plain(
+            self.target,
+            prompt,
+            law=self.law,
+            chance=SeededChance(self.config.seed, request),
+            stop=stop or self.stop_rules(),
+            num_logprobs=num_logprobs,
+            device=self.device,
+        )
+
+    def speculative(
         self,
         prompt: Sequence[int],
         *,
@@ -215,49 +257,40 @@ class Pair:
         stop: StopRules | None = None,
         rule: Rule | None = None,
         num_logprobs: int | None = None,
+        observer: Observer | None = None,
     ) -> Iterator[Event]:
-        """One request's events; plain decoding for the drafter "none" or K = 0. rule: the pair's own if None."""
-        chance = SeededChance(self.config.seed, request)
-        stop = stop or self.stop_rules()
-        if drafter == "none" or k == 0:
-            return plain(
-                self.target,
-                prompt,
-                law=self.law,
-                chance=chance,
-                stop=stop,
-                num_logprobs=num_logprobs,
-                device=self.device,
-            )
+        """One request of speculative decoding, for K = 0 too. rule: the pair's own if None."""
         return speculative(
             self.target,
             self.drafter(drafter),
             prompt,
             num_speculative_tokens=k,
             law=self.law,
-            chance=chance,
-            stop=stop,
+            chance=SeededChance(self.config.seed, request),
+            stop=stop or self.stop_rules(),
             rule=rule or self.rule,
             draft_law=self.draft_law,
             num_logprobs=num_logprobs,
             device=self.device,
+            observer=observer,
         )
 
-    def prompts(self, count: int, offset: int = 0) -> list[list[int]]:
-        """Prompts from the target corpus's validation split, at places decided by the seed.
+    def prompts(self, count: int) -> list[list[int]]:
+        """Prompts from the target corpus's validation split: places that do not overlap, decided by the seed.
 
-        `offset` skips that many, so that a prediction can take other prompts than the measurement.
+        All that there are where that is fewer. Raises UsageError where not even one fits.
         """
         ids = self.artefacts.text.token_ids(self.artefacts.text.target_corpus, "validation")
         length = self.config.sweep.prompt_tokens
-        if len(ids) < length + 1:
+        num_places = (len(ids) - 1) // length
+        if num_places < 1:
             raise UsageError(
                 f"the validation split of {self.artefacts.text.target_corpus} has {len(ids)} tokens and a prompt needs "
                 f"{length}; lower sweep.prompt_tokens"
             )
         generator = torch.Generator().manual_seed(self.config.seed)
-        starts = torch.randint(len(ids) - length, (offset + count,), generator=generator).tolist()[offset:]
-        return [[int(token_id) for token_id in ids[start : start + length]] for start in starts]
+        places = torch.randperm(num_places, generator=generator)[:count].tolist()
+        return [[int(token_id) for token_id in ids[place * length : (place + 1) * length]] for place in places]
 
 
 def rule_of(decoding: DecodingConfig) -> Rule:

@@ -1,23 +1,33 @@
-"""At which K does speculation pay? Speed for each K, beside the speed that theory predicts."""
+"""At which K does speculation pay? Speed for each K, beside the speed that theory predicts.
 
-from collections.abc import Sequence
+Every K is measured alike first. Then the contenders for the best are measured again, at looks fixed beforehand
+(`choice.py`), as long as the time lasts. What is said of the chosen K comes from fresh repeats, which had no part
+in choosing it.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
-from specctl import theory
 from specctl.errors import UsageError
-from specctl.experiments.intervals import CategoryFigures, Interval, PromptFigures, best_k
-from specctl.experiments.measure import Agreement, Progress, Variant, acceptance_on, measure_speeds, shared_figures
+from specctl.experiments import choice
+from specctl.experiments.agreement import Agreement, agreement_on
+from specctl.experiments.choice import Choice
+from specctl.experiments.intervals import CategoryFigures, Interval, PromptFigures
+from specctl.experiments.measure import Bench, Disturbance, Progress, Variant, shared_figures
 from specctl.experiments.pair import Pair
-from specctl.experiments.timing import Costs, measure_costs
+from specctl.experiments.prediction import Prediction, agrees, predict
+from specctl.experiments.timing import Costs, CostTimer, interleaved
 from specctl.experiments.trace import Trace
-from specctl.experiments.workload import workload
+from specctl.experiments.workload import LEAST_PROMPTS, Workload, workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRow:
     """One K; K = 0 is plain decoding. Intervals are 95 %, over prompts; spread is `Speed.spread`, tokens/s.
 
-    predicted_speedup: None where no prompts were left to predict from.
+    predicted_speedup: None where no prompts were left to predict from. prediction_agrees: whether it and the measured
+    speedup are as close as their intervals allow; None where one has none. is_fresh: from repeats of its own.
     """
 
     k: int
@@ -28,114 +38,169 @@ class SweepRow:
     acceptance_rate: float | None
     mean_acceptance_length: float | None
     speedup_interval: Interval | None = None
+    predicted_interval: Interval | None = None
+    prediction_agrees: bool | None = None
     mean_acceptance_length_interval: Interval | None = None
+    num_repeats: int = 1
+    is_fresh: bool = False
     by_category: list[CategoryFigures] = field(default_factory=list)
     by_prompt: list[PromptFigures] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """conditional_acceptance: at the largest K, from prompts other than the measured ones.
+    """best_k: None where two K cannot be told apart, which `undecided` names then.
 
-    note: what a reader must know about the columns, if anything. lossy: whether K > 0 gives another law.
+    margin: the chosen K's speed is, beyond doubt, at most that share below the fastest. num_repeats: of the contenders,
+    to choose. conditional_acceptance: at the largest K, from prompts other than the measured ones. overhead: by K,
+    in plain steps. ignores_eos: whether texts went on behind their end. note: what a reader must know about the
+    columns, if anything. lossy: whether K > 0 gives another law.
     """
 
     drafter: str
     temperature: float
     rows: list[SweepRow]
-    best_k: int
+    best_k: int | None
+    undecided: tuple[int, ...]
+    margin: float | None
+    num_repeats: int
     cost_ratio: float | None
     verify_cost: dict[int, float]
+    overhead: dict[int, float]
     conditional_acceptance: list[float]
-    reason: str
+    disturbance: Disturbance
+    num_prompts: int
+    ignores_eos: bool = False
     note: str | None = None
     lossy: bool = False
 
 
-def sweep_k(pair: Pair, drafter: str, progress: Progress | None = None, trace: Trace | None = None) -> Sweep:
+def sweep_k(
+    pair: Pair,
+    drafter: str,
+    progress: Progress | None = None,
+    trace: Trace | None = None,
+    clock: Callable[[], float] = perf_counter,
+) -> Sweep:
     """Measure every K of `sweep.k`; predict each from acceptance on other prompts and costs timed apart.
 
     `trace` takes down the rounds of the prompts that are not timed.
     """
     if drafter == "none":
         raise UsageError("sweep-k needs a drafter; choose one with --drafter NAME")
-    ks, work, seed = pair.ks(drafter), workload(pair), pair.config.seed
+    ks, work, sweep = pair.ks(drafter), workload(pair), pair.config.sweep
     if trace and not work.held_out:
         raise UsageError(f"--trace takes down prompts that are not timed. {work.note}")
     pair.warm_up([drafter], ks)
-    agreement: Agreement | None = None
-    costs = None
-    if ks[-1] > 0:
-        costs = measure_costs(pair, drafter, ks)
-        if work.held_out:
-            others = [prompt.token_ids for prompt in work.held_out]
-            agreement = acceptance_on(pair, drafter, ks[-1], others, trace)
-    speeds = measure_speeds(pair, [Variant(drafter, k) for k in ks], work.measured, progress)
-    plain = speeds.get(Variant(drafter, 0))
-    rows = [
-        SweepRow(
-            k=k,
-            predicted_speedup=_predict(k, agreement, costs),
-            **shared_figures(speeds[Variant(drafter, k)], plain, work.measured, seed),
-        )
-        for k in ks
-    ]
-    best = best_k({k: speeds[Variant(drafter, k)].timings for k in ks}, seed)
+    timer = CostTimer(pair, drafter, ks, cached=work.mean_length) if ks[-1] > 0 else None
+    agreements = _agreements(pair, drafter, ks, work, trace) if timer else {}
+    variants = {k: Variant(drafter, k) if k else Variant("none", 0) for k in ks}
+    bench, between = Bench(pair, work.measured, progress), interleaved([timer] if timer else [])
+    bench.run([variants[k] for k in ks], sweep.repeats, between)
+    chosen = _choose(bench, variants, len(work.measured), sweep.repeats, sweep.max_seconds, clock)
+    to_choose = fresh_from = bench.num_repeats
+    fresh = chosen.leading if chosen.best is None else (chosen.best,)
+    if len(ks) > 1 and fresh != (0,):
+        bench.run([variants[k] for k in ks if k == 0 or k in fresh], sweep.repeats, between)
+    else:
+        fresh = ()
+    costs = timer.costs() if timer else None
     return Sweep(
         drafter=drafter,
         temperature=pair.config.decoding.temperature,
-        rows=rows,
-        best_k=best,
+        rows=[
+            _row(
+                k,
+                bench,
+                variants,
+                work,
+                pair.config.seed,
+                window=(fresh_from, None) if k in fresh else (0, sweep.repeats),
+                prediction=_predict(k, agreements, costs, pair.config.seed),
+            )
+            for k in ks
+        ],
+        best_k=chosen.best,
+        undecided=chosen.leading if chosen.best is None else (),
+        margin=chosen.margin,
+        num_repeats=to_choose,
         cost_ratio=costs.cost_ratio if costs else None,
         verify_cost=costs.verify_cost if costs else {1: 1.0},
-        conditional_acceptance=agreement.stats.conditional_acceptance if agreement else [],
-        reason=explain(next(row for row in rows if row.k == best), rows, costs),
+        overhead=costs.overhead if costs else {},
+        conditional_acceptance=agreements[ks[-1]].stats.conditional_acceptance if agreements else [],
+        disturbance=bench.disturbance,
+        num_prompts=len(work.measured),
+        ignores_eos=sweep.ignore_eos,
         note=work.note if costs else None,
         lossy=pair.is_lossy(ks[-1]),
     )
 
 
-def _predict(k: int, agreement: Agreement | None, costs: Costs | None) -> float | None:
-    if k == 0 or costs is None:
-        return 1.0
-    if agreement is None:
-        return None
-    tokens = 1 + sum(agreement.marginal_acceptance[:k])
-    prices = costs.cost_ratio, costs.verify_cost[k + 1], costs.overhead[k]
-    return theory.speedup(tokens, k, *prices, drafted_share=agreement.drafted_share)
+def _agreements(
+    pair: Pair, drafter: str, ks: Sequence[int], work: Workload, trace: Trace | None
+) -> dict[int, Agreement]:
+    """What each K accepts on the prompts that are not timed, from as many requests as a row is measured on."""
+    others = [prompt.token_ids for prompt in work.held_out]
+    if not others:
+        return {}
+    repeats = -(-len(work.measured) * pair.config.sweep.repeats // len(others))
+    return {k: agreement_on(pair, drafter, k, others, repeats, trace if k == ks[-1] else None) for k in ks if k > 0}
 
 
-def _times(speedup: float | None) -> str:
-    return "-" if speedup is None else f"{speedup:.2f}x"
+def _choose(
+    bench: Bench,
+    variants: dict[int, Variant],
+    num_prompts: int,
+    repeats: int,
+    max_seconds: float,
+    clock: Callable[[], float],
+) -> Choice:
+    """Look, and measure the contenders further, until the choice is made, the looks are over or the time is."""
 
-
-def explain(best: SweepRow, rows: Sequence[SweepRow], costs: Costs | None) -> str:
-    """One sentence that says why the best K is the best."""
-    if costs is None:
-        return "Only plain decoding was measured."
-    fastest = max(rows, key=lambda row: row.tokens_per_second)
-    if best.k == 0 and fastest.k > 0:
-        return (
-            f"Undecided: K = {fastest.k} was the fastest with {_times(fastest.speedup)}, but not beyond doubt; "
-            "more prompts or repeats would tell (sweep.num_prompts, sweep.repeats)."
-        )
-    if best.k == 0:
-        predicted = [row.predicted_speedup for row in rows if row.k > 0 and row.predicted_speedup is not None]
-        allowed = f" (theory allows {max(predicted):.2f}x)" if predicted else ""
-        return (
-            f"Do not speculate with this pair: a draft step costs {costs.cost_ratio:.2f} target steps, and no K "
-            f"was faster than plain decoding{allowed}."
+    def looked(ks: Sequence[int], is_last: bool = False) -> Choice:
+        by_prompt = num_prompts >= LEAST_PROMPTS
+        return choice.look(
+            {k: bench.speed(variants[k]).timings if by_prompt else bench.runs(variants[k]) for k in ks}, is_last=is_last
         )
 
-    def price(k: int) -> float:
-        return k * costs.cost_ratio + costs.verify_cost[k + 1] + costs.overhead[k]
+    started, chosen = clock(), looked(list(variants))
+    for number in choice.LOOKS[1:]:
+        more = number * repeats - bench.num_repeats
+        expected = sum(bench.speed(variants[k]).timings.seconds.sum() for k in chosen.contenders) * more
+        if not chosen.is_open or clock() - started + expected > max_seconds:
+            break
+        bench.run([variants[k] for k in chosen.contenders], more)
+        chosen = looked(chosen.contenders)
+    return looked(chosen.contenders, is_last=True) if chosen.best is None else chosen
 
-    text = (
-        f"K = {best.k} emits {best.mean_acceptance_length:.2f} tokens a target pass for the price of "
-        f"{price(best.k):.2f} target steps ({best.k} draft steps of {costs.cost_ratio:.2f}, "
-        f"verifying {costs.verify_cost[best.k + 1]:.2f}, the rest {costs.overhead[best.k]:.2f})"
+
+def _row(
+    k: int,
+    bench: Bench,
+    variants: dict[int, Variant],
+    work: Workload,
+    seed: int,
+    *,
+    window: tuple[int, int | None],
+    prediction: Prediction | None,
+) -> SweepRow:
+    """window: the repeats that count, of this K and of plain decoding beside it."""
+    speed = bench.speed(variants[k], *window)
+    plain = speed if k == 0 else bench.speed(variants[0], *window) if 0 in variants else None
+    figures = shared_figures(speed, plain, work.measured, seed)
+    interval = figures["speedup_interval"]
+    return SweepRow(
+        k=k,
+        predicted_speedup=prediction.speedup if prediction else None,
+        predicted_interval=prediction.interval if prediction else None,
+        prediction_agrees=agrees(prediction, figures["speedup"], interval) if prediction and plain else None,
+        num_repeats=bench.num_repeats_of(variants[k], *window),
+        is_fresh=window[0] > 0,
+        **figures,
     )
-    longest = rows[-1]
-    if longest.k > best.k:
-        text += f"; K = {longest.k} emits {longest.mean_acceptance_length:.2f} for {price(longest.k):.2f}"
-    return text + "."
+
+
+def _predict(k: int, agreements: dict[int, Agreement], costs: Costs | None, seed: int) -> Prediction | None:
+    if k == 0 or costs is None:
+        return Prediction(speedup=1.0, interval=None)
+    return predict(agreements[k].passes, costs, seed) if k in agreements else None

@@ -1,99 +1,196 @@
-"""Times taken apart: one draft step, one target step, a pass over n rows, and a whole round.
+"""Times taken apart: one draft step, a target pass over n rows, and whole rounds of the decoding loop.
 
 These feed the predicted speedup, which must not use the measurement that it is held against: all of
-them are taken on a made-up prompt.
+them are taken on a made-up prompt, as long as those that are measured.
+
+Shapes: N trials, R resamples.
 """
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from statistics import median
+from functools import partial
+from itertools import accumulate, islice
+from statistics import mean, median
 from time import perf_counter
+from typing import overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specctl.acceptance import Proposal, Verdict
 from specctl.chance import Chance, SeededChance
 from specctl.errors import UsageError
 from specctl.events import Round
+from specctl.experiments.intervals import Floats
 from specctl.experiments.pair import Pair
 from specctl.sampling import History
 from specctl.stopping import StopRules
 
 _CACHED_TOKENS = 64
-_TRIALS = 20
-_ROUNDS = 3  # timed in a request, after a first one
+_TRIALS = 12  # where nothing is measured beside them
+_TRIALS_BEFORE, _BLOCKS_A_TRIAL = 2, 6  # where something is: before it, and then one after so many blocks
+_ROUNDS = 32  # of a trial: right after a prompt, steps are slower than a request's are on average
+_PASSES = 8  # of a trial, for what is no round
+
+PLAIN, EMPTY, DRAFT = "plain", "empty", "draft"
+Part = str | tuple[str, int]  # the three; ("rows", n) of a target pass; ("round", K)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Costs:
-    """What a round is made of, in units of one plain target step (drawing included).
+    """What a round is made of, in units of one plain step: a target pass over one row, its probabilities, its draw.
 
-    cost_ratio: one draft step, drawing included. verify_cost: {rows: ratio}. overhead: {K: ratio}, what
-    a round of the decoding loop takes beyond K draft steps and its verifying pass.
+    cost_ratio: one draft step, drawing included. verify_cost: {rows: ratio}. overhead: {K: ratio}, what a round of
+    the decoding loop takes beyond K draft steps and its verifying pass.
+    plain_seconds: [N], of a plain step in each trial. round_seconds: {K: [N]}, of a round that drafts K tokens; for
+    K = 0 one in which a drafter was asked for some and proposed none.
     """
 
     target_step_seconds: float
     cost_ratio: float
     verify_cost: dict[int, float]
     overhead: dict[int, float]
+    plain_seconds: Floats
+    round_seconds: dict[int, Floats]
+
+    @property
+    def num_trials(self) -> int:
+        return len(self.plain_seconds)
+
+    @overload
+    def round_cost(self, num_drafted: int) -> float: ...
+
+    @overload
+    def round_cost(self, num_drafted: int, trials: NDArray[np.int64]) -> Floats: ...
+
+    def round_cost(self, num_drafted: int, trials: NDArray[np.int64] | None = None) -> float | Floats:
+        """Of a round that drafts so many tokens; between two that were timed on the line from one to the other.
+
+        trials: [R, N], those to take instead of all, R times; the cost is then [R].
+        """
+        if trials is None:
+            return float(self.round_cost(num_drafted, np.arange(self.num_trials)[None])[0])
+        step = np.median(self.plain_seconds[trials], 1)
+        below = max(size for size in self.round_seconds if size <= num_drafted)
+        above = min((size for size in self.round_seconds if size >= num_drafted), default=below)
+        low, high = (np.median(self.round_seconds[size][trials], 1) / step for size in (below, above))
+        share = (num_drafted - below) / (above - below) if above > below else 0.0
+        cost: Floats = low + share * (high - low)
+        return cost
+
+
+class CostTimer:
+    """Times every part once a trial, in an order shuffled anew, so that the machine's drift meets all alike.
+
+    Trials may be taken at any time, between measurements too; `costs` is made of all of them.
+    """
+
+    def __init__(self, pair: Pair, drafter: str, ks: Iterable[int], cached: int = _CACHED_TOKENS) -> None:
+        """ks: at least one K of 1 or more. cached: tokens before each part, as far as the context has room.
+
+        Raises UsageError where a context does not hold the rows of the largest K.
+        """
+        self._ks = sorted(k for k in set(ks) if k > 0)
+        context, longest = pair.target.context_length, self._ks[-1]
+        rounds = max(1, min(_ROUNDS, (context - longest) // 2 - 2))
+        cached = min(cached, context - longest - rounds - 2)
+        if cached < 1:
+            raise UsageError(f"K = {longest} does not fit into a context of {context} tokens; lower K")
+        prompt = _made_up(pair, cached + 1, longest)
+        self._parts: dict[Part, Callable[[], float]] = {DRAFT: _draft(pair, drafter, prompt, longest)}
+        self._parts[PLAIN] = partial(_rounds, pair, "none", prompt, 0, rounds)
+        self._parts[EMPTY] = partial(_rounds, pair, drafter, prompt, 0, rounds)
+        self._parts |= {("rows", n): _target_pass(pair, cached, n) for n in (1, *(k + 1 for k in self._ks))}
+        self._parts |= {("round", k): partial(_rounds, pair, drafter, prompt, k, rounds) for k in self._ks}
+        self._shuffled = random.Random(pair.config.seed)
+        self._times: dict[Part, list[float]] = {part: [] for part in self._parts}
+        self._run()  # to warm up
+
+    def trial(self) -> None:
+        """Time every part once more."""
+        for part, seconds in self._run().items():
+            self._times[part].append(seconds)
+
+    @torch.inference_mode()
+    def _run(self) -> dict[Part, float]:
+        order = list(self._parts)
+        self._shuffled.shuffle(order)
+        return {part: self._parts[part]() for part in order}
+
+    def costs(self) -> Costs:
+        return costs_of(self._times, self._ks)
 
 
 def measure_costs(pair: Pair, drafter: str, ks: Iterable[int]) -> Costs:
-    """Time the parts of a round, interleaved so that the machine's drift meets all alike; medians.
+    """Time the parts of a round, and nothing else beside them. Raises as `CostTimer` does."""
+    timer = CostTimer(pair, drafter, ks)
+    for _ in range(_TRIALS):
+        timer.trial()
+    return timer.costs()
 
-    ks: at least one K of 1 or more. A draft step is a K-th of drafting the largest K tokens. Parts that
-    run alone find their weights in the processor's caches and their branches foreseen; in a round they
-    do not. So whole rounds are timed as well, and the overhead is what the parts do not explain.
-    Raises UsageError where a context does not hold the rows of the largest K.
+
+def interleaved(timers: Sequence[CostTimer]) -> Callable[[], None]:
+    """Take some trials now; what comes back is to be called between blocks of a measurement, and takes the others."""
+    for timer in timers:
+        for _ in range(_TRIALS_BEFORE):
+            timer.trial()
+    num_blocks = 0
+
+    def between() -> None:
+        nonlocal num_blocks
+        num_blocks += 1
+        if num_blocks % _BLOCKS_A_TRIAL == 0:
+            for timer in timers:
+                timer.trial()
+
+    return between
+
+
+def costs_of(times: Mapping[Part, Sequence[float]], ks: Sequence[int]) -> Costs:
+    """Costs from the seconds of each part, trial by trial.
+
+    Parts that run alone find their weights in the processor's caches and their branches foreseen; in a round they
+    do not. So whole rounds are what counts, and the overhead is what the parts do not explain. A pass over more
+    rows does all that one over fewer does, so where noise says that it is cheaper, it is as dear.
     """
-    ks = sorted(k for k in set(ks) if k > 0)
-    context, longest = pair.target.context_length, ks[-1]
-    cached = min(_CACHED_TOKENS, context - longest - _ROUNDS - 2)
-    if cached < 1:
-        raise UsageError(f"K = {longest} does not fit into a context of {context} tokens; lower K")
-    parts: dict[object, Callable[[], list[float]]] = {"target": _target_step(pair, cached, draw=True)}
-    parts["draft"] = _draft(pair, drafter, cached, longest)
-    parts |= {("rows", k + 1): _target_step(pair, cached, rows=k + 1) for k in ks}
-    parts |= {("round", k): _rounds(pair, drafter, cached, k, longest) for k in (0, *ks)}
-    times: dict[object, list[float]] = {name: [] for name in parts}
-    with torch.inference_mode():
-        for trial in range(_TRIALS):
-            for name, run in parts.items():
-                taken = run()
-                if trial >= _TRIALS // 4:  # the rest is warm-up
-                    times[name] += taken
-    seconds = {name: median(values) for name, values in times.items()}
-    step = seconds["target"]
-    cost_ratio = seconds["draft"] / step
-    verify_cost = {1: 1.0} | {k + 1: seconds["rows", k + 1] / step for k in ks}
+    seconds = {part: median(values) for part, values in times.items()}
+    step = seconds[PLAIN]
+    cost_ratio = seconds[DRAFT] / step
+    rows = [1, *(k + 1 for k in ks)]
+    ratios = accumulate((seconds["rows", n] / seconds["rows", 1] for n in rows), max)
+    verify_cost = dict(zip(rows, ratios, strict=True))
+    rounds = {0: np.array(times[EMPTY])} | {k: np.array(times["round", k]) for k in ks}
     return Costs(
         target_step_seconds=step,
         cost_ratio=cost_ratio,
         verify_cost=verify_cost,
-        overhead={k: seconds["round", k] / seconds["round", 0] - k * cost_ratio - verify_cost[k + 1] for k in ks},
+        overhead={k: seconds["round", k] / step - k * cost_ratio - verify_cost[k + 1] for k in ks},
+        plain_seconds=np.array(times[PLAIN]),
+        round_seconds=rounds,
     )
 
 
-def _draft(pair: Pair, name: str, cached: int, k: int) -> Callable[[], list[float]]:
-    """Drafting K tokens after `cached` ones, by the token; reading those is not timed."""
-    drafter, chance, prompt = pair.drafter(name), SeededChance(0), _made_up(pair, cached + 1, k)
+def _draft(pair: Pair, name: str, prompt: list[int], k: int) -> Callable[[], float]:
+    """Seconds of a draft step: drafting K tokens, by the token; reading the prompt is not timed."""
+    drafter, chance = pair.drafter(name), SeededChance(0)
     ids = torch.tensor([prompt[:-1]], device=pair.device)
     forward = pair.target.session().extend(ids, num_logits=1)
     history = History(token_ids=prompt, prompt_length=len(prompt))
 
-    def run() -> list[float]:
+    def step() -> float:
         drafter.begin(prompt, forward)
         started = perf_counter()
         chance.begin_round(0)
         drafted = drafter.propose(history, k, pair.draft_law, chance).ids.tolist()
         seconds = perf_counter() - started
         if not drafted:
-            raise UsageError(f"{drafter.name} cannot draft after {cached} tokens; its context is too short")
-        return [seconds / len(drafted)]
+            raise UsageError(f"{drafter.name} cannot draft after {len(prompt)} tokens; its context is too short")
+        return seconds / len(drafted)
 
-    return run
+    return lambda: median(step() for _ in range(_PASSES))
 
 
 def _made_up(pair: Pair, length: int, longest: int) -> list[int]:
@@ -102,37 +199,36 @@ def _made_up(pair: Pair, length: int, longest: int) -> list[int]:
     return [place % period for place in range(length)]
 
 
-def _target_step(pair: Pair, cached: int, rows: int = 1, draw: bool = False) -> Callable[[], list[float]]:
-    """A pass over `rows` tokens after `cached` ones, its probabilities and, with `draw`, a token on the host."""
+def _target_pass(pair: Pair, cached: int, rows: int) -> Callable[[], float]:
+    """Seconds of a pass over `rows` tokens after `cached` ones and its probabilities."""
     session = pair.target.session()
-    session.extend(torch.zeros(1, cached, dtype=torch.int64, device=pair.device))
+    session.extend(torch.zeros(1, cached, dtype=torch.int64, device=pair.device), num_logits=1)
     ids = torch.zeros(1, rows, dtype=torch.int64, device=pair.device)
-    history, chance = History(token_ids=[], prompt_length=0), SeededChance(0)
+    history = History(token_ids=[], prompt_length=0)
 
-    def run() -> list[float]:
+    def once() -> float:
         started = perf_counter()
         probs = pair.law.probs(session.extend(ids).logits[0], history)
         session.keep((cached,))
-        chance.begin_round(0)
-        (chance.draw(probs[0]) if draw else probs[:1, :1]).tolist()
-        return [perf_counter() - started]
+        probs[:1, :1].tolist()
+        return perf_counter() - started
 
-    return run
+    return lambda: median(once() for _ in range(_PASSES))
 
 
-def _rounds(pair: Pair, drafter: str, cached: int, k: int, longest: int) -> Callable[[], list[float]]:
-    """Rounds of the public loop that draft K tokens, whatever they are worth; plain ones for K = 0."""
-    prompt, stop = _made_up(pair, cached + 1, longest), StopRules(max_new_tokens=_ROUNDS + 1 + k)
+def _rounds(pair: Pair, drafter: str, prompt: list[int], k: int, count: int) -> float:
+    """Seconds of a round of the public loop that drafts K tokens, whatever they are worth: the mean of `count`.
+
+    The first round of a request is left out. K = 0: a plain step for the drafter "none", else a round for which
+    the drafter is asked for no tokens.
+    """
+    stop = StopRules(max_new_tokens=count + 1 + k)
 
     def reject_all(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
         """Judge as ever, then keep nothing and close with the first draft: every round is like the one before."""
         verdict = pair.rule(p, proposal, chance)
-        nothing = torch.zeros_like(verdict.num_accepted)
-        closing = proposal.ids[:1] if len(proposal.ids) else verdict.closing
-        return Verdict(num_accepted=nothing, closing=closing, health=verdict.health)
+        return Verdict(torch.zeros_like(verdict.num_accepted), proposal.ids[:1], verdict.health)
 
-    def run() -> list[float]:
-        events = pair.events(prompt, drafter=drafter, k=k, stop=stop, rule=reject_all)
-        return [event.seconds for event in islice(events, 1, _ROUNDS + 1) if isinstance(event, Round)]
-
-    return run
+    loop = pair.plain if drafter == "none" else partial(pair.speculative, drafter=drafter, k=k, rule=reject_all)
+    events = loop(prompt, stop=stop)
+    return mean(event.seconds for event in islice(events, 1, count + 1) if isinstance(event, Round))

@@ -26,7 +26,7 @@ class Trace:
     ) -> Iterator[Event]:
         """The same events; each round is on disk before it is passed on.
 
-        watch: the rule that the events are decoded with, lossy or not. prompt: the index of the prompt.
+        watch: the observer of those events. prompt: the index of the prompt.
         """
         for event in events:
             if isinstance(event, Round):

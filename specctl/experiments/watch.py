@@ -1,7 +1,7 @@
-"""Looking over the acceptance rule's shoulder: what it judged, round by round, without changing a verdict.
+"""What the acceptance rule judged, round by round.
 
-A `Watch` is itself a rule and only keeps references while the round is timed; its figures are worked
-out afterwards. The decoding loops know nothing of it.
+A `Watch` is an observer of the decoding loop, which shows it each round; it only keeps references, and its
+figures are worked out afterwards.
 
 Shapes: K drafted, V vocab.
 """
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from specctl.acceptance import Proposal, Verdict
-from specctl.chance import Chance
-from specctl.decoding import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +27,13 @@ class Judged:
 
 
 class Watch:
-    """A rule that judges as `rule` does and remembers its last round."""
+    """An observer that remembers the last round."""
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+    def __init__(self) -> None:
         self._last: tuple[Tensor, Proposal, Verdict] | None = None
 
-    def __call__(self, p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
-        verdict = self._rule(p, proposal, chance)
+    def __call__(self, p: Tensor, proposal: Proposal, verdict: Verdict) -> None:
         self._last = p, proposal, verdict
-        return verdict
 
     def judged(self) -> list[Judged]:
         """The drafted tokens judged in the last round: the accepted, and the first rejected if there was one."""

@@ -1,21 +1,27 @@
 """The prompts of an experiment as token ids: from a file of prompts, or from the validation split.
 
-What is measured and what a prediction is made from never overlap. With `chat: true` the text of a prompt is a
-user's message; the validation split holds no messages, so there a file is needed.
+What is measured and what a prediction is made from never overlap, and of the validation split no two prompts
+do. With `chat: true` the text of a prompt is a user's message; the validation split holds no messages, so there a file is needed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 from specctl.chat import ChatTemplate, prompt_encoder
 from specctl.config import RunConfig
 from specctl.errors import UsageError
 from specctl.experiments.pair import Pair
 from specctl.prompts import Prompt, choose, hold_out, read_prompts
+from specctl.stats import collect
 from specctl.training.ensure import Artefacts
 
+LEAST_PROMPTS = 6  # with fewer an interval over prompts would hold far less often than it says
 _DEFAULT_PROMPTS = 12  # of the validation split
+_LENGTHS = 2_000_000  # requests that only tell how long texts are, apart from all others
+_MOST_PROMPTS = 48  # of it, where texts end early and more are needed for as many tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,37 +35,32 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """measured: timed. held_out: what a prediction may use; empty where the file has one prompt."""
+    """measured: timed. held_out: what a prediction may use; empty where there is one prompt alone.
+
+    max_new_tokens: of a run. note: what a reader must know of the prompts, if anything.
+    """
 
     measured: list[EncodedPrompt]
     held_out: list[EncodedPrompt]
+    max_new_tokens: int
+    note: str | None = None
 
     @property
-    def note(self) -> str | None:
-        """Why there is no prediction, if there is none."""
-        if self.held_out:
-            return None
-        return (
-            "No prediction: it may not use the prompts that it is held against, and the prompts file has only one; "
-            "give two or more."
-        )
+    def mean_length(self) -> int:
+        """About how many tokens are cached when a token is decoded."""
+        return round(mean(len(prompt.token_ids) for prompt in self.measured)) + self.max_new_tokens // 2
 
 
 def workload(pair: Pair) -> Workload:
     """The prompts that `prompts` and `sweep.num_prompts` ask for; without a file, from the validation split.
 
-    Of a file about a fifth, spread over it, is held out. Raises UsageError for a file that cannot be
-    read, for more prompts than it has, and for one that fills the context.
+    Of a file about a fifth, spread over it, is held out; of the validation split as many as are measured. Raises
+    UsageError for a file that cannot be read, for more prompts than there are, and for one that fills the context.
     """
-    count = pair.config.sweep.num_prompts
+    count, budget = pair.config.sweep.num_prompts, pair.config.sweep.max_new_tokens
     if pair.config.prompts is None:
         _refuse_chat(pair.config)
-        ids = pair.prompts(2 * (count or _DEFAULT_PROMPTS))
-        places = [
-            EncodedPrompt(id=f"validation-{index}", category=None, token_ids=ids) for index, ids in enumerate(ids)
-        ]
-        half = len(places) // 2
-        return Workload(measured=places[:half], held_out=places[half:])
+        return _from_validation(pair)
     prompts = prompts_of(pair.config)
     encoded = {prompt.id: prompt for prompt in encode(prompts, pair.artefacts, pair.target.context_length)}
     measured, held_out = hold_out(prompts)
@@ -71,9 +72,62 @@ def workload(pair: Pair) -> Workload:
             )
         measured = choose(measured, count, pair.config.seed)
         held_out = choose(held_out, count, pair.config.seed)
+    note = None
+    if not held_out:
+        note = (
+            "No prediction: it may not use the prompts that it is held against, and the prompts file has only one; "
+            "give two or more."
+        )
+    elif min(len(measured), len(held_out)) < LEAST_PROMPTS:
+        fewest = "measured" if len(measured) < LEAST_PROMPTS else "held out for the prediction"
+        note = f"No intervals where fewer than {LEAST_PROMPTS} prompts are {fewest}: {_WHY_SO_MANY}"
     return Workload(
-        measured=[encoded[prompt.id] for prompt in measured], held_out=[encoded[prompt.id] for prompt in held_out]
+        measured=[encoded[prompt.id] for prompt in measured],
+        held_out=[encoded[prompt.id] for prompt in held_out],
+        max_new_tokens=budget,
+        note=note,
     )
+
+
+_WHY_SO_MANY = "they would hold far less often than they say. A file of 18 or more has both."
+
+
+def _from_validation(pair: Pair) -> Workload:
+    """Half to measure, half for the prediction; more than 12 each where texts end early.
+
+    Raises UsageError where `sweep.num_prompts` asks for more than the split has room for.
+    """
+    count, budget = pair.config.sweep.num_prompts, pair.config.sweep.max_new_tokens
+    wanted = count or _DEFAULT_PROMPTS
+    ids = pair.prompts(2 * (count or _MOST_PROMPTS))
+    split = f"the validation split of {pair.artefacts.text.target_corpus}"
+    if count and len(ids) < 2 * count:
+        raise UsageError(
+            f"sweep.num_prompts is {count}, and {split} has room for {len(ids)} prompts of "
+            f"{pair.config.sweep.prompt_tokens} tokens, half of them for the prediction; give "
+            f"{max(1, len(ids) // 2)} or fewer, or lower sweep.prompt_tokens"
+        )
+    note = None
+    if len(ids) < 2:
+        note = f"No prediction: {split} has room for one prompt only; lower sweep.prompt_tokens, or give more text."
+    elif len(ids) < 2 * wanted:
+        note = f"Fewer prompts than {wanted}: {split} has room for {len(ids)}, half of them for the prediction."
+    elif count is None and not pair.config.sweep.ignore_eos:
+        wanted = _enough(pair, ids[:wanted], budget)
+    places = [EncodedPrompt(id=f"validation-{index}", category=None, token_ids=ids) for index, ids in enumerate(ids)]
+    half = max(1, min(wanted, len(places) // 2))
+    return Workload(measured=places[:half], held_out=places[half : 2 * half], max_new_tokens=budget, note=note)
+
+
+def _enough(pair: Pair, prompts: Sequence[Sequence[int]], budget: int) -> int:
+    """How many prompts give as many tokens as so many texts that reach the budget do, judged from plain texts."""
+    if not pair.sweep_stop().can_end:
+        return len(prompts)
+    texts = (
+        collect(pair.plain(prompt, request=_LENGTHS + n, stop=pair.sweep_stop()))[0] for n, prompt in enumerate(prompts)
+    )
+    length = mean(map(len, texts))
+    return min(_MOST_PROMPTS, math.ceil(len(prompts) * budget / length)) if length < budget / 2 else len(prompts)
 
 
 def prompts_of(config: RunConfig) -> list[Prompt]:

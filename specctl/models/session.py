@@ -22,6 +22,23 @@ class Forward:
     hidden: Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """N tokens drawn one after the other.
+
+    ids: [N] int64. mass: [N], the probability that each was drawn with; NaN where the model's logits were not finite.
+    probs: [N + 1, V], what each was drawn from, and a row of zeros; None at temperature 0, where each is the only
+        token that there is.
+    hidden: [1, 1, D], the state that the last one was drawn from. logits: [N, V], if they were kept.
+    """
+
+    ids: Tensor
+    mass: Tensor
+    probs: Tensor | None
+    hidden: Tensor
+    logits: Tensor | None = None
+
+
 class Session(Protocol):
     """A model and its cache for B sequences."""
 

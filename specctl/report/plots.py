@@ -84,6 +84,7 @@ def legend_above(axes: "Axes", columns: int = 2, handles: "Sequence[Artist] | No
 def sweep_figure(sweep: "Sweep") -> "Figure":
     """Speedup over K, measured beside predicted, and tokens per target pass; tokens per second without a K = 0."""
     title = f"K sweep: drafter {sweep.drafter}, temperature {sweep.temperature:g}"
+    title += ", end tokens ignored" if sweep.ignores_eos else ""
     figure = new_figure(10, 4.5, labelled(title, sweep.lossy))
     speed, tokens = figure.subplots(1, 2)
     ks = [row.k for row in sweep.rows]
@@ -100,8 +101,10 @@ def sweep_figure(sweep: "Sweep") -> "Figure":
         speed.set_ylabel("tokens per second")
     below, above = zip(*errors, strict=True)
     speed.errorbar(ks, values, yerr=(below, above), color=BLUE, marker="o", capsize=3, label=f"measured, {label}")
-    best = ks.index(sweep.best_k)
-    speed.plot([ks[best]], [values[best]], "*", markersize=15, color="black", label=f"best K = {sweep.best_k}")
+    shown = [sweep.best_k] if sweep.best_k is not None else sweep.undecided
+    label = f"best K = {sweep.best_k}" if sweep.best_k is not None else "undecided"
+    at = [ks.index(k) for k in shown]
+    speed.plot([ks[i] for i in at], [values[i] for i in at], "*", markersize=15, color="black", ls="none", label=label)
     lengths = [(row.k, row.mean_acceptance_length) for row in sweep.rows if row.mean_acceptance_length is not None]
     _curve(tokens, lengths, color=BLUE, marker="o", label="measured")
     for row in sweep.rows:
@@ -159,8 +162,8 @@ def break_it_figure(result: "BreakIt") -> "Figure":
             at,
             row.speedup,
             xerr=([below], [above]),
-            color=SKY if row.speedup >= 1 else RED,
-            hatch=None if row.speedup >= 1 else "//",
+            color=RED if row.pays is False else SKY,
+            hatch="//" if row.pays is False else None,
             edgecolor="black",
             capsize=3,
             height=0.6,

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from specctl.report.lossy import labelled
 
@@ -81,8 +83,8 @@ def heads_table(reports: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    title = labelled(f"K sweep: drafter {sweep.drafter}, temperature {sweep.temperature:g}", sweep.lossy)
-    table = Table(title=title, title_justify="left")
+    title = f"K sweep: drafter {sweep.drafter}, temperature {sweep.temperature:g}{_measured_on(sweep)}"
+    table = Table(title=labelled(title, sweep.lossy), title_justify="left")
     for heading in ("K", "tokens/s", "+-", "speedup", "95 %", "predicted", "accepted", "tokens/pass"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -95,23 +97,30 @@ def sweep_table(sweep: Sweep) -> Table:
             f"{row.spread:.0f}" if row.spread else "-",
             _times(row.speedup),
             _range(row.speedup_interval),
-            _times(row.predicted_speedup),
+            _times(row.predicted_speedup) + (" !" if row.prediction_agrees is False else ""),
             _share(row.acceptance_rate),
             _plain(row.mean_acceptance_length),
-            bar + (" best" if row.k == sweep.best_k else ""),
+            bar + (" best" if row.k == sweep.best_k else " ?" if row.k in sweep.undecided else ""),
             style="bold" if row.k == sweep.best_k else None,
         )
     return table
 
 
+def _measured_on(result: Sweep | BreakIt) -> str:
+    """What a title says of how texts ended, where that is not how a user's do."""
+    return ", end tokens ignored" if result.ignores_eos else ""
+
+
 def break_it_table(result: BreakIt) -> Table:
-    title = labelled(f"Break it: K = {result.k}, temperature {result.temperature:g}", result.lossy)
+    title = labelled(
+        f"Break it: K = {result.k}, temperature {result.temperature:g}{_measured_on(result)}", result.lossy
+    )
     table = Table(title=title, title_justify="left")
     table.add_column("drafter", no_wrap=True)
     for heading in ("tokens/s", "+-", "speedup", "95 %", "accepted", "alpha", "break-even", "tokens/pass", "c"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result.rows:
-        style = None if row.cause is None or row.speedup >= 1 else "red"
+        style = "red" if row.pays is False else None
         table.add_row(
             row.name,
             f"{row.tokens_per_second:.0f}",
@@ -236,6 +245,14 @@ def _share(value: float | None) -> str:
 
 def _plain(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print sentences, wrapped to the terminal's width; what is indented stays so."""
+    console = make_console()
+    for line in lines:
+        text = Text(line.strip())
+        console.print(Padding(text, (0, 0, 0, len(line) - len(line.lstrip()))) if line[:1] == " " else text)
 
 
 def print_tables(console: Console, *tables: Table | None) -> None:

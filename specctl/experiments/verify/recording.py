@@ -1,35 +1,31 @@
-"""What a run really used: every row of p and q, and every verdict, taken down over the rule's shoulder.
+"""What a run really used: every row of p and q, and every verdict.
 
-A `Recorder` is itself a rule; it sees what the rule is given, so rows are recorded as they were used,
-right or wrong. Knows nothing of what they ought to be.
+A `Recorder` is an observer of the decoding loop, so rows are recorded as they were used, right or wrong.
+Knows nothing of what they ought to be.
 
 Shapes: K drafted, V vocab.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specctl.acceptance import Proposal, Verdict
-from specctl.chance import Chance, SeededChance
-from specctl.decoding import Rule
+from specctl.chance import SeededChance
 from specctl.events import Round
 from specctl.experiments.verify.subject import Parts
 
 
 class Recorder:
-    """A rule that judges as `rule` does and keeps what it was given and what it decided."""
+    """An observer that keeps every round: p, what was drafted, what was decided."""
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+    def __init__(self) -> None:
         self.seen: list[tuple[Tensor, Proposal, Verdict]] = []
 
-    def __call__(self, p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
-        verdict = self._rule(p, proposal, chance)
+    def __call__(self, p: Tensor, proposal: Proposal, verdict: Verdict) -> None:
         self.seen.append((p, proposal, verdict))
-        return verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,10 +58,9 @@ class Request:
 
 
 def record(parts: Parts, prompt: Sequence[int], *, k: int, seed: int, request: int, num_tokens: int) -> Request:
-    """Decode one request through `speculative()` with its rule watched."""
-    recorder = Recorder(parts.rule)
-    watched = replace(parts, rule=recorder)
-    events = watched.events(prompt, k=k, chance=SeededChance(seed, request), num_tokens=num_tokens)
+    """Decode one request through `speculative()`, observed."""
+    recorder = Recorder()
+    events = parts.events(prompt, k=k, chance=SeededChance(seed, request), num_tokens=num_tokens, observer=recorder)
     rounds = [event for event in events if isinstance(event, Round)]
     token_ids, records = list(prompt), []
     for round_, (p, proposal, verdict) in zip(rounds, recorder.seen, strict=True):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specctl.chance import Chance
-from specctl.decoding import Rule, plain, speculative
+from specctl.decoding import Observer, Rule, plain, speculative
 from specctl.drafters.base import Drafter
 from specctl.drafters.draft_model import DraftModel
 from specctl.drafters.ngram import NgramDrafter
@@ -42,8 +42,10 @@ class Parts:
     rule: Rule
     device: torch.device
 
-    def events(self, prompt: Sequence[int], *, k: int, chance: Chance, num_tokens: int) -> Iterator[Event]:
-        """One request that ends at its budget or at the context alone; plain decoding for K = 0."""
+    def events(
+        self, prompt: Sequence[int], *, k: int, chance: Chance, num_tokens: int, observer: Observer | None = None
+    ) -> Iterator[Event]:
+        """One request that ends at its budget or at the context alone; plain decoding, unobserved, for K = 0."""
         stop = StopRules(max_new_tokens=num_tokens)
         if k == 0:
             return plain(self.target, prompt, law=self.law, chance=chance, stop=stop, device=self.device)
@@ -58,6 +60,7 @@ class Parts:
             stop=stop,
             rule=self.rule,
             device=self.device,
+            observer=observer,
         )
 
 

@@ -21,7 +21,7 @@ from specctl.hardware import num_cores
 from specctl.models.kernel import layout, library
 from specctl.models.kv_cache import cache_for
 from specctl.models.llama import Layer, Llama, LlamaShape, rotary_table
-from specctl.models.session import Forward
+from specctl.models.session import Drawn, Forward
 
 _KEYS = 32  # positions of a block of keys
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -196,24 +196,26 @@ class KernelSession:
         self._check(unknown, ids, work.start)
         return Forward(logits, hidden)
 
-    def draw(self, feed: Tensor, count: int, temperature: float, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw tokens after `feed` [1, T], each from the temperature's law and a uniform ([count] float64) of its own.
+    def draw(self, feed: Tensor, count: int, temperature: float, uniforms: Tensor) -> Drawn:
+        """Draw tokens after `feed` [1, T], each at the temperature alone, from a uniform ([count] float64) of its own.
 
-        Returns ids [count] int64 and what they were drawn from, [count + 1, V], the last row zero. All but the last
-        of them are cached. One call for all: what is done for each is what `SamplingLaw` and `SeededChance` do.
+        All but the last of them are cached then. One call for all: what is done for each is what `SamplingLaw` and
+        `SeededChance` do.
         """
         if count < 1 or len(feed) != 1 or len(uniforms) != count:
             raise ValueError(f"{count} tokens of {len(feed)} sequences from {len(uniforms)} uniforms cannot be drawn")
         feed, uniforms = self._checked(feed, 1), uniforms.to(torch.float64).contiguous()
-        ids, hidden = torch.empty(count, dtype=torch.int64), torch.empty(self._decoder.shape.hidden_size)
-        probs = torch.empty(count + 1, self._decoder.vocab_size)
-        probs[count].zero_()
+        ids, mass = torch.empty(count, dtype=torch.int64), torch.empty(count)
+        hidden = torch.empty(1, 1, self._decoder.shape.hidden_size)
+        probs = torch.empty(count + 1 if temperature else 1, self._decoder.vocab_size)
+        if temperature:
+            probs[count].zero_()
         work = self._pass(feed, feed.shape[1] + count - 1, 1, hidden, probs)
-        draws = layout.Draws(count, temperature, uniforms.data_ptr(), ids.data_ptr())
+        draws = layout.Draws(count, temperature, uniforms.data_ptr(), ids.data_ptr(), mass.data_ptr())
         kernel, address = self._decoder.kernel, self._decoder.address
         unknown = kernel.specctl_draw(address, ctypes.addressof(work), ctypes.addressof(draws))
         self._check(unknown, feed, work.start)
-        return ids, probs
+        return Drawn(ids=ids, mass=mass, probs=probs if temperature else None, hidden=hidden)
 
     def _checked(self, ids: Tensor, num_logits: int) -> Tensor:
         """ids as the kernel reads them, checking nothing. Raises ValueError for what is not a pass of this session."""

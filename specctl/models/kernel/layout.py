@@ -79,6 +79,7 @@ class Draws(ctypes.Structure):
         ("temperature", c_double),
         ("uniforms", c_void_p),
         ("ids", c_void_p),
+        ("mass", c_void_p),
     )
 
 

@@ -43,7 +43,8 @@ def load() -> ctypes.CDLL:
             library = ctypes.CDLL(str(path))
     library.specctl_pass.argtypes = [ctypes.c_void_p] * 2
     library.specctl_draw.argtypes = [ctypes.c_void_p] * 3
-    library.specctl_token_rule.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 2 + [ctypes.c_void_p] * 3
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    library.specctl_token_rule.argtypes = (*[pointer] * 2, integer, *[pointer] * 2, *[integer] * 2, *[pointer] * 3)
     for function in (library.specctl_pass, library.specctl_draw, library.specctl_token_rule):
         function.restype = ctypes.c_int64
     return library

@@ -60,12 +60,14 @@ struct Pass {
     float *logits;  // [B, num_logits, V]
 };
 
-// Tokens to draw one after the other. B = 1 and num_logits = 1; `logits` has a row for each.
+// Tokens to draw one after the other. B = 1 and num_logits = 1; `logits` has a row for each, which becomes what it was
+// drawn from, or at temperature 0 one row that all of them use and none needs afterwards.
 struct Draws {
     int64_t count;
     double temperature;      // 0 is greedy
     const double *uniforms;  // [count], in [0, 1)
     int64_t *ids;            // [count]
+    float *mass;             // [count]: the probability of each, NaN where its row of logits was not finite
 };
 
 namespace {
@@ -575,25 +577,22 @@ class Decoding {
 
 // ---- Drawing ----
 
-// The sampling law at a temperature and nothing else: logits [V] become probabilities, as in sampling.py.
-// A row with a NaN or infinite maximum becomes NaN everywhere. The id of the maximum, the lowest of equals, comes back.
-int64_t to_probabilities(float *row, int64_t vocab_size, double temperature) {
+// The id of the largest logit of a row [V], the lowest of equals; -1 where one is NaN or the largest is infinite.
+int64_t likeliest(const float *row, int64_t vocab_size) {
     int64_t best = 0;
     bool is_finite = true;
     for (int64_t i = 0; i < vocab_size; ++i) {
         if (row[i] > row[best]) best = i;
         is_finite &= row[i] < INFINITY;  // not where it is NaN either
     }
+    return is_finite && row[best] > -INFINITY ? best : -1;
+}
+
+// A temperature above 0 and nothing else: logits [V] become probabilities, as in sampling.py, or NaN everywhere.
+void to_probabilities(float *row, int64_t vocab_size, double temperature) {
+    const int64_t best = likeliest(row, vocab_size);
+    if (best < 0) return std::fill(row, row + vocab_size, NAN);
     const float maximum = row[best];
-    if (!is_finite || maximum == -INFINITY) {
-        std::fill(row, row + vocab_size, NAN);
-        return 0;
-    }
-    if (temperature == 0) {
-        std::fill(row, row + vocab_size, 0.0f);
-        row[best] = 1.0f;
-        return best;
-    }
     const float divisor = std::max(static_cast<float>(temperature), std::numeric_limits<float>::min());
     Floats totals = {};
     int64_t i = 0;
@@ -606,7 +605,6 @@ int64_t to_probabilities(float *row, int64_t vocab_size, double temperature) {
     for (; i < vocab_size; ++i) total += row[i] = exponential(all((row[i] - maximum) / divisor))[0];
     for (i = 0; i + 8 <= vocab_size; i += 8) store(row + i, load(row + i) / total);
     for (; i < vocab_size; ++i) row[i] /= total;
-    return best;
 }
 
 // The first id whose cumulative weight exceeds u times the total, as in chance.py: sums in double, in the ids' order.
@@ -647,24 +645,26 @@ void run(const Model &model, const Pass &pass) {
 }  // namespace
 }  // namespace specctl
 
-// acceptance.py's token_rule: p and q [K + 1, V], the last row of q zero, ids [K], K + 1 uniforms. Returns how many
-// drafts are accepted. closing: two integers, of which the second becomes the closing token; health: NaN where a ratio
-// or the closing law is. difference: room for V.
-extern "C" int64_t specctl_token_rule(const float *p, const float *q, const int64_t *ids, const double *uniforms,
-                                      int64_t count, int64_t vocab_size, int64_t *closing, float *health,
-                                      float *difference) {
+// acceptance.py's token_rule: p [K + 1, V], ids [K], K + 1 uniforms. q is what the ids were drawn from: [K + 1, V], the
+// last row zero, or, where each is a point mass (is_dense = 0), [K] at the ids alone: 1, or NaN. Returns how many drafts
+// are accepted. closing: the token that ends the round; health: NaN where a ratio or the closing distribution is.
+// difference: room for V.
+extern "C" int64_t specctl_token_rule(const float *p, const float *q, int64_t is_dense, const int64_t *ids,
+                                      const double *uniforms, int64_t count, int64_t vocab_size, int64_t *closing,
+                                      float *health, float *difference) {
     int64_t accepted = 0;
     *health = 0;
     for (int64_t i = 0; i < count; ++i) {
-        const float ratio = p[i * vocab_size + ids[i]] / q[i * vocab_size + ids[i]];
+        const float ratio = p[i * vocab_size + ids[i]] / q[is_dense ? i * vocab_size + ids[i] : i];
         *health += ratio;
         accepted += accepted == i && uniforms[i] < ratio;
     }
     p += accepted * vocab_size;
-    q += accepted * vocab_size;
+    q += is_dense ? accepted * vocab_size : 0;
+    const int64_t refused = !is_dense && accepted < count ? ids[accepted] : -1;  // the whole mass of q is there
     float total = 0;
     for (int64_t i = 0; i < vocab_size; ++i) {
-        const float rest = p[i] - q[i];
+        const float rest = i == refused ? 0 : is_dense ? p[i] - q[i] : p[i];
         difference[i] = rest < 0 ? 0 : rest;  // NaN stays
         total += difference[i];
         *health += p[i];
@@ -688,14 +688,19 @@ extern "C" int64_t specctl_draw(const specctl::Model *model, const specctl::Pass
     for (int64_t step = 0; step < draws->count; ++step) {
         const int64_t unknown = specctl_pass(model, &pass);
         if (unknown >= 0) return unknown;
-        const int64_t best = specctl::to_probabilities(pass.logits, model->vocab_size, draws->temperature);
-        draws->ids[step] = draws->temperature == 0
-                               ? best
-                               : specctl::inverse_cdf(pass.logits, model->vocab_size, draws->uniforms[step]);
+        if (draws->temperature == 0) {
+            const int64_t best = specctl::likeliest(pass.logits, model->vocab_size);
+            draws->ids[step] = std::max<int64_t>(best, 0);
+            draws->mass[step] = best < 0 ? NAN : 1.0f;
+        } else {
+            specctl::to_probabilities(pass.logits, model->vocab_size, draws->temperature);
+            draws->ids[step] = specctl::inverse_cdf(pass.logits, model->vocab_size, draws->uniforms[step]);
+            draws->mass[step] = pass.logits[draws->ids[step]];
+            pass.logits += model->vocab_size;
+        }
         pass.start += pass.length;
         pass.length = 1;
         pass.ids = draws->ids + step;
-        pass.logits += model->vocab_size;
     }
     return -1;
 }
