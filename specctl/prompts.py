@@ -109,7 +109,7 @@ def hold_out(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
 
     At least one is held out of two or more, and of 18 or more at least 6, from which an interval can be made.
     """
-    count = 0 if len(items) < 2 else max(1, round(len(items) / 5), min(6, len(items) // 3))
+    count = 0 if len(items) < 2 else max(1, round(len(items) / 5), 6 if len(items) >= 18 else 0)
     held = {int((index + 0.5) * len(items) / count) for index in range(count)}
     return (
         [item for index, item in enumerate(items) if index not in held],

@@ -26,18 +26,22 @@ STATS = {
     *("mean_acceptance_length", "tokens_per_second", "end_to_end_tokens_per_second", "seconds", "prompt_seconds"),
 }
 SWEEP = {
-    *("drafter", "temperature", "rows", "best_k", "cost_ratio", "verify_cost", "conditional_acceptance", "reason"),
-    *("note", "lossy"),
+    *("drafter", "temperature", "rows", "best_k", "undecided", "margin", "num_repeats", "cost_ratio", "verify_cost"),
+    *("overhead", "conditional_acceptance", "disturbance", "ignores_eos", "note", "lossy", "conclusions"),
 }
-INTERVALS = {"speedup_interval", "mean_acceptance_length_interval", "by_category", "by_prompt"}
+INTERVALS = {
+    *("speedup_interval", "mean_acceptance_length_interval", "by_category", "by_prompt"),
+    *("predicted_speedup", "predicted_interval", "prediction_agrees"),
+}
 SWEEP_ROW = {
-    *("k", "tokens_per_second", "spread", "speedup", "predicted_speedup", "acceptance_rate", "mean_acceptance_length"),
+    *("k", "tokens_per_second", "spread", "speedup", "acceptance_rate", "mean_acceptance_length"),
+    *("num_repeats", "is_fresh"),
     *INTERVALS,
 }
 BREAK_ROW = {
     *("name", "tokens_per_second", "spread", "speedup", "acceptance_rate", "expected_acceptance"),
     *("conditional_acceptance", "acceptance_by_entropy"),
-    *("mean_acceptance_length", "cost_ratio", "break_even_alpha", "cause"),
+    *("mean_acceptance_length", "cost_ratio", "round_cost", "break_even_alpha", "cause", "pays"),
     *INTERVALS,
 }
 TRAIN = {"name", "num_parameters", "train_loss", "validation_loss", "tokens", "seconds", "path"}
@@ -89,18 +93,22 @@ def test_sweep_fields(tiny: Tiny) -> None:
     plain = document["rows"][0]
     assert (plain["k"], plain["speedup"], plain["acceptance_rate"]) == (0, 1.0, None)
     assert set(document["verify_cost"]) == {"1", "2", "4"}
-    assert document["best_k"] in (0, 1, 3) and document["reason"].endswith(".")
+    assert document["best_k"] in (0, 1, 3, None) and document["conclusions"][0].startswith(("Best K = ", "Undecided "))
+    assert (document["best_k"] is None) == (len(document["undecided"]) == 2)
 
 
 def test_break_it_fields(tiny: Tiny) -> None:
     document = tiny.specctl("break-it", "--json", "--k", "2").json
-    assert document.keys() - COMMON == {"k", "temperature", "rows", "note", "lossy"}
+    others = {"k", "temperature", "rows", "note", "lossy", "disturbance", "ignores_eos", "conclusions"}
+    assert document.keys() - COMMON == others
     assert document["k"] == 2
     assert [row["name"] for row in document["rows"]] == ["baseline", "aligned", "distilled", "mismatched", "medusa"]
     assert all(row.keys() == BREAK_ROW for row in document["rows"])
-    assert [row["cause"] is None for row in document["rows"]] == [True, False, False, False, False]
-    # Which of the two is a matter of times: models this small cost about the same.
-    assert document["rows"][3]["cause"].startswith(("low agreement", "costly draft"))
+    # Two prompts give no interval, so nothing is said to pay or not. The cause is a matter of times.
+    assert [(row["pays"], row["speedup_interval"]) for row in document["rows"]] == [(None, None)] * 5
+    assert document["rows"][0]["cause"] is None
+    assert all(row["cause"] in ("agreement", "draft cost") for row in document["rows"][1:])
+    assert sum("no interval from so few prompts" in line for line in document["conclusions"]) == 4
 
 
 def test_train_fields(tiny: Tiny) -> None:
@@ -198,7 +206,7 @@ def test_pipe_has_no_escape_codes_and_no_cut_numbers(tiny: Tiny) -> None:
     for row in stored["rows"]:
         cells = [f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}x", f"{row['predicted_speedup']:.2f}x"]
         assert any(all(re.search(rf"(?<![\d.]){re.escape(cell)}(?![\d.])", line) for cell in cells) for line in lines)
-    assert stored["reason"] in lines[-1]
+    assert " ".join(" ".join(lines).split()).endswith(" ".join(stored["conclusions"]))
 
 
 def test_narrow_terminal_cuts_no_number() -> None:
@@ -218,8 +226,8 @@ def test_narrow_terminal_cuts_no_number() -> None:
         best_k=12,
         cost_ratio=0.1,
         verify_cost={1: 1.0},
+        overhead={},
         conditional_acceptance=[],
-        reason="",
     )
     for width in (30, 40, 60, 100):
         file = StringIO()

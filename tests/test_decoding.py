@@ -13,6 +13,7 @@ from fakes import (
     Tiny,
     const,
     cycle,
+    emitted,
     eoser,
     llama_shape,
     markov,
@@ -22,15 +23,17 @@ from fakes import (
 )
 from torch import Tensor
 
-from specctl.chance import SeededChance
+from specctl.chance import SeededChance, inverse_cdf
 from specctl.decoding import plain, speculative
-from specctl.drafters.base import Drafter
+from specctl.drafters.base import DenseProposal, Drafter, PointProposal
 from specctl.drafters.draft_model import DraftModel
+from specctl.drafters.ngram import NgramDrafter
 from specctl.errors import UsageError
 from specctl.events import Round
+from specctl.experiments.verify.wrappers import WrappedModel
 from specctl.models.llama import Llama
-from specctl.models.session import CausalModel, Forward, Session
-from specctl.sampling import SamplingLaw
+from specctl.models.session import CausalModel, Drawn, Forward, Session
+from specctl.sampling import History, SamplingLaw
 from specctl.stats import Stats, collect
 from specctl.stopping import StopRules
 
@@ -384,3 +387,101 @@ def test_a_draft_of_nothing_is_plain_decoding() -> None:
     expected, _ = collect(plain(target, [0], law=SamplingLaw(), chance=SeededChance(3), stop=stop))
     assert drawn[0] == expected
     assert drawn[1].num_drafted == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_round_without_a_draft_is_a_plain_step(temperature: float) -> None:
+    """Case K40: the same call as in plain decoding, and no rule that judges nothing; the tokens are plain's."""
+    calls: list[int] = []
+
+    class Drawing:
+        """A session that can draw by itself."""
+
+        def __init__(self, session: Session) -> None:
+            self._session = session
+            self.extend, self.keep = session.extend, session.keep
+
+        @property
+        def lengths(self) -> tuple[int, ...]:
+            return self._session.lengths
+
+        def draw(self, feed: Tensor, count: int, temperature: float, uniforms: Tensor) -> Drawn:
+            calls.append(count)
+            forward = self._session.extend(feed, num_logits=1)
+            row = SamplingLaw(temperature=temperature).probs(forward.logits[0, -1], NOTHING)
+            ids = inverse_cdf(row, uniforms)
+            probs = torch.stack([row, torch.zeros_like(row)]) if temperature else None
+            return Drawn(ids=ids, mass=row[ids], probs=probs, hidden=forward.hidden)
+
+    target = llama_target()
+    model = WrappedModel(target, lambda session: Drawing(session))  # type: ignore[arg-type, return-value]
+    law, stop = SamplingLaw(temperature=temperature), StopRules(max_new_tokens=20)
+    silent = NgramDrafter(minimum=50, maximum=50, vocab_size=target.vocab_size)
+    shown: list[tuple[Tensor, int, int]] = []
+    events = list(
+        speculative(
+            model,
+            silent,
+            [1, 2],
+            num_speculative_tokens=4,
+            law=law,
+            chance=SeededChance(0),
+            stop=stop,
+            rule=lambda *given: pytest.fail("there was nothing to judge"),
+            observer=lambda p, proposal, verdict: shown.append((p, len(proposal.ids), int(verdict.closing))),
+        )
+    )
+    assert calls == [1] * 20
+    expected = emitted(plain(target, [1, 2], law=law, chance=SeededChance(0), stop=stop))
+    assert emitted(iter(events)) == expected and len(expected) == 20
+    rounds = [event for event in events if isinstance(event, Round)]
+    assert all((r.drafted, r.num_drafted, r.num_accepted, r.closing) == ((), 0, 0, "bonus") for r in rounds)
+    assert [closing for _, _, closing in shown] == list(expected)
+    for index, (p, num_drafted, _) in enumerate(shown):
+        prefix = [1, 2, *expected[:index]]
+        row = law.probs(target.logits_after(prefix), NOTHING)
+        assert num_drafted == 0 and p.shape == (1, target.vocab_size) and (p[0] - row).abs().max() < 1e-6
+
+
+NOTHING = History(token_ids=[], prompt_length=0)
+
+
+def test_an_observer_is_shown_every_round_before_it_is_yielded() -> None:
+    """What was used and decided, with and without drafts; the last round has no budget for any."""
+    target, draft = llama_target(), smaller_draft(llama_target())
+    shown: list[tuple[int, int]] = []
+    events = speculative(
+        target,
+        DraftModel(draft, "draft"),
+        [1, 2],
+        num_speculative_tokens=3,
+        law=SamplingLaw(),
+        chance=SeededChance(0),
+        stop=StopRules(max_new_tokens=30),
+        observer=lambda p, proposal, verdict: shown.append((len(p), int(verdict.num_accepted))),
+    )
+    for index, event in enumerate(events):
+        if isinstance(event, Round):
+            assert len(shown) == index + 1
+            assert shown[-1] == (len(event.drafted) + 1, event.num_accepted)
+
+
+def test_a_greedy_draft_proposes_point_masses() -> None:
+    """No row of V numbers for a token that was certain; drawn ones have rows."""
+    target = llama_target()
+    seen: list[type] = []
+    for temperature in (0.0, 1.0):
+        list(
+            speculative(
+                target,
+                DraftModel(smaller_draft(target), "draft"),
+                [1, 2],
+                num_speculative_tokens=3,
+                law=SamplingLaw(temperature=1.0),
+                draft_law=SamplingLaw(temperature=temperature),
+                chance=SeededChance(0),
+                stop=StopRules(max_new_tokens=8),
+                observer=lambda p, proposal, verdict: seen.append(type(proposal)) if len(proposal.ids) else None,
+            )
+        )
+    assert seen[0] is PointProposal and seen[-1] is DenseProposal

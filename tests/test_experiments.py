@@ -2,63 +2,51 @@
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any
 
 import pytest
 import torch
+from fakes import FakeModel
 from safetensors.torch import load_file, save_file
 from tiny_run import Tiny
 from torch import Tensor
 
 from specctl.acceptance import Chance, Proposal, Verdict, token_rule
+from specctl.chance import SeededChance
+from specctl.config import SweepConfig
+from specctl.config_file import default_config_path, load_config
+from specctl.decoding import speculative
+from specctl.drafters.draft_model import DraftModel
 from specctl.events import Round
-from specctl.experiments import intervals, measure, timing
-from specctl.experiments.break_it import _cause, break_it
+from specctl.experiments import intervals
+from specctl.experiments.agreement import agreement_on
+from specctl.experiments.break_it import break_it
 from specctl.experiments.generate import generate
-from specctl.experiments.intervals import Timings, best_k, by_category, by_prompt, length_interval, speedup_interval
-from specctl.experiments.measure import Variant, acceptance_on, measure_speeds
+from specctl.experiments.intervals import Timings, by_category, by_prompt, length_interval, speedup_interval
+from specctl.experiments.measure import Bench, Variant, speed_of
 from specctl.experiments.pair import Pair
-from specctl.experiments.sweep_k import SweepRow, explain, sweep_k
-from specctl.experiments.timing import Costs, measure_costs
+from specctl.experiments.sweep_k import sweep_k
 from specctl.experiments.workload import EncodedPrompt, workload
 from specctl.models.session import Forward
+from specctl.sampling import SamplingLaw
 from specctl.stats import Stats, collect
+from specctl.stopping import StopRules
 
-
-def row(k: int, speed: float, spread: float = 0.0, length: float = 1.0) -> SweepRow:
-    return SweepRow(
-        k=k,
-        tokens_per_second=speed,
-        spread=spread,
-        speedup=speed / 100,
-        predicted_speedup=1.0,
-        acceptance_rate=None,
-        mean_acceptance_length=length,
-    )
-
-
-COSTS = Costs(
-    target_step_seconds=0.01,
-    cost_ratio=0.1,
-    verify_cost={1: 1.0, 3: 1.2, 5: 1.4},
-    overhead={2: 0.05, 4: 0.06},
-)
-
-
-# Which K is best, and how sure that is. A "run" here is made up: 100 tokens at a true speed, with noise.
+# How sure a speed is. A "run" here is made up: 100 tokens at a true speed, with noise.
 
 
 def runs(speeds: list[list[float]], rounds: int = 50) -> list[list[Stats]]:
-    """Runs of 100 tokens for each prompt and repeat, given their speeds."""
+    """Runs of 100 tokens, [repeat][prompt], given the speeds of each prompt's repeats."""
     return [
-        [Stats(num_new_tokens=100, num_rounds=rounds, seconds=100 / speed) for speed in repeats] for repeats in speeds
+        [Stats(num_new_tokens=100, num_rounds=rounds, seconds=100 / speed) for speed in repeat]
+        for repeat in zip(*speeds, strict=True)
     ]
 
 
 def timings(speeds: list[list[float]]) -> Timings:
-    return measure._speed(runs(speeds)).timings
+    return speed_of(runs(speeds)).timings
 
 
 def noisy(
@@ -70,47 +58,30 @@ def noisy(
     ]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_difference_of_10_percent_is_found_in_noise_of_3(seed: int) -> None:
-    draws = random.Random(seed)
-    speeds = {k: timings(noisy(speed, 0.03, draws)) for k, speed in {0: 100, 2: 118, 4: 130, 6: 117}.items()}
-    assert best_k(speeds, seed) == 4
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_of_equal_speeds_the_smallest_k_is_best(seed: int) -> None:
-    """In noise of 3 %, prompts that shift up and down for each K alike."""
-    speeds = {k: [[130.0 + sign] * 3 for sign in ((-1) ** (i + k) for i in range(8))] for k in (2, 4, 6)}
-    assert best_k({k: timings(found) for k, found in {**speeds, 0: [[100.0] * 3] * 8}.items()}, seed) == 2
-
-
 @pytest.mark.parametrize("factor", [0.2, 5.0])
 def test_one_noisy_repeat_changes_nothing(factor: float) -> None:
     draws = random.Random(0)
     speeds = {k: noisy(speed, 0.02, draws, num_prompts=8) for k, speed in {0: 100, 1: 115, 4: 140, 7: 141}.items()}
-    before = {k: measure._speed(runs(found)) for k, found in speeds.items()}
-    best = best_k({k: found.timings for k, found in before.items()}, 0)
-    assert best == 4
+    before = {k: speed_of(runs(found)) for k, found in speeds.items()}
     for k in speeds:
         disturbed = {other: [list(repeats) for repeats in found] for other, found in speeds.items()}
         for repeats in disturbed[k]:
             repeats[1] *= factor  # the machine was busy, or idle, during one whole repeat of this K
-        after = {other: measure._speed(runs(found)) for other, found in disturbed.items()}
-        assert best_k({other: found.timings for other, found in after.items()}, 0) == best
+        after = {other: speed_of(runs(found)) for other, found in disturbed.items()}
         assert after[k].tokens_per_second == pytest.approx(before[k].tokens_per_second, rel=0.03)
         assert after[k].spread > 5 * before[k].spread  # the spread tells of it
 
 
-def test_best_k_of_one_prompt_is_the_fastest_and_of_one_k_itself() -> None:
-    assert best_k({0: timings([[100.0]]), 2: timings([[101.0]]), 4: timings([[100.5]])}, 0) == 2
-    assert best_k({3: timings([[100.0], [90.0]])}, 0) == 3
+def test_there_are_enough_repeats_for_a_median() -> None:
+    """The median of two runs is their mean, and one disturbed run moves it."""
+    assert SweepConfig().repeats >= 3 and load_config(default_config_path()).sweep.repeats >= 3
 
 
 def test_intervals_are_paired_seeded_and_of_totals() -> None:
-    plain = timings([[100.0], [50.0], [10.0]])
-    twice = timings([[200.0], [100.0], [20.0]])
+    plain = timings([[100.0], [50.0], [10.0]] * 2)
+    twice = timings([[200.0], [100.0], [20.0]] * 2)
     assert speedup_interval(twice, plain, 0) == pytest.approx((2.0, 2.0))  # unlike prompts, but paired
-    mixed = timings([[100.0], [100.0], [30.0]])
+    mixed = timings([[100.0], [100.0], [30.0]] * 2)
     low, high = speedup_interval(mixed, plain, 0) or (0, 0)
     assert 1 <= low < mixed.tokens_per_second / plain.tokens_per_second < high <= 3
     assert speedup_interval(mixed, plain, 0) == (low, high)
@@ -136,8 +107,15 @@ def test_few_prompts_give_wider_intervals() -> None:
     for num_prompts, t in ((4, 3.182), (12, 2.201), (10_000, 1.96)):
         expected = NormalDist().cdf(-((num_prompts / (num_prompts - 1)) ** 0.5) * t)
         assert intervals._expanded(num_prompts) == pytest.approx(expected, rel=0.15)
-    plain, fast = timings([[1.0], [1.0]]), timings([[1.5], [3.0]])
-    assert speedup_interval(fast, plain, 0) == pytest.approx((1.5, 3.0))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_too_few_prompts_give_no_interval(count: int) -> None:
+    """From two prompts an interval of the bootstrap holds in half of all cases at best, from three in 3 of 4."""
+    plain, fast = timings([[1.0 + n] for n in range(count)]), timings([[2.0 + n] for n in range(count)])
+    assert speedup_interval(fast, plain, 0) is length_interval(fast, 0) is None
+    six = timings([[1.0 + n] for n in range(6)])
+    assert speedup_interval(timings([[2.0 + n] for n in range(6)]), six, 0) is not None
 
 
 def test_figures_by_prompt_and_by_category() -> None:
@@ -153,43 +131,30 @@ def test_figures_by_prompt_and_by_category() -> None:
     assert [(one.category, one.num_prompts) for one in (code, prose, rest)] == [("code", 2), ("prose", 1), (None, 1)]
     assert code.tokens_per_second == pytest.approx(200 / (1 / 2 + 100 / 150))
     assert code.speedup == pytest.approx((1 + 2) / (1 / 2 + 2 / 3))
-    assert code.speedup_interval == pytest.approx((2, 3)) and prose.speedup_interval is None
+    assert code.speedup_interval is prose.speedup_interval is None
     assert by_category(prompts[3:], fast.only([3]), plain.only([3]), 0) == []
     assert by_category(prompts, fast, None, 0)[0].speedup is None
-
-
-def test_reason_gives_the_sum_and_what_the_longest_k_costs() -> None:
-    rows = [row(0, 100), row(2, 150, length=2.4), row(4, 140, length=2.8)]
-    text = explain(rows[1], rows, COSTS)
-    assert text == (
-        "K = 2 emits 2.40 tokens a target pass for the price of 1.45 target steps (2 draft steps of 0.10, "
-        "verifying 1.20, the rest 0.05); K = 4 emits 2.80 for 1.86."
-    )
-    assert "K = 4 emits 2.80 tokens a target pass for the price of 1.86" in explain(rows[2], rows, COSTS)
-    assert ";" not in explain(rows[2], rows, COSTS)
-
-
-def test_reason_says_when_not_to_speculate() -> None:
-    rows = [row(0, 100), row(2, 90)]
-    assert explain(rows[0], rows, COSTS).startswith("Do not speculate with this pair: a draft step costs 0.10 target")
-    assert explain(rows[0], rows[:1], None) == "Only plain decoding was measured."
 
 
 def test_sweep_rows(tiny: Tiny) -> None:
     result = sweep_k(tiny.pair(), "distilled")
     assert [row.k for row in result.rows] == [0, 1, 3]
     plain = result.rows[0]
-    assert (plain.speedup, plain.predicted_speedup) == (1.0, 1.0)
+    assert (plain.speedup, plain.predicted_speedup, plain.prediction_agrees) == (1.0, 1.0, None)
     assert plain.acceptance_rate is None and plain.mean_acceptance_length == 1.0
+    fresh = {found.k for found in result.rows if found.is_fresh}
+    assert fresh == ({result.best_k} - {0} if result.best_k is not None else set(result.undecided))
     for found in result.rows[1:]:
-        assert found.speedup == pytest.approx(found.tokens_per_second / plain.tokens_per_second)
+        if not {found.k, 0} & fresh:  # fresh ones have plain decoding of their own beside them
+            assert found.speedup == pytest.approx(found.tokens_per_second / plain.tokens_per_second)
+        assert found.num_repeats == 1
         assert found.acceptance_rate is not None and 0 < found.acceptance_rate <= 1
         assert found.mean_acceptance_length is not None and 1 < found.mean_acceptance_length <= found.k + 1
     assert sorted(result.verify_cost) == [1, 2, 4] and result.verify_cost[1] == 1.0
     assert len(result.conditional_acceptance) == 3
-    assert result.best_k in (0, 1, 3)
+    assert result.best_k in (0, 1, 3, None)
     assert [found.id for found in result.rows[1].by_prompt] == ["validation-0", "validation-1"]
-    assert result.rows[1].by_category == [] and result.note is None
+    assert result.rows[1].by_category == [] and result.note is not None  # two prompts give no intervals
 
 
 def test_sweep_of_k_0_alone_and_without_it(tiny: Tiny) -> None:
@@ -206,22 +171,13 @@ def test_prediction_takes_other_prompts_and_no_measured_time(tiny: Tiny, monkeyp
     original = pair.events
 
     def watching(prompt: list[int], **options: Any) -> Any:
-        if prompt[:3] != [0, 1, 2]:  # the costs are timed on a made-up one that counts up
-            seen["agreement" if "rule" in options else "speed"].append(tuple(prompt))
+        seen["agreement" if options.get("request", 0) >= 1_000_000 else "speed"].append(tuple(prompt))
         return original(prompt, **options)
 
     monkeypatch.setattr(pair, "events", watching)
     sweep_k(pair, "distilled")
     assert len(set(seen["agreement"])) == 2 and len(set(seen["speed"])) == 2
     assert not set(seen["agreement"]) & set(seen["speed"])
-
-
-def test_offset_prompts_are_the_later_ones(tiny: Tiny) -> None:
-    pair = tiny.pair()
-    assert pair.prompts(2, offset=2) == pair.prompts(4)[2:]
-    assert len({tuple(prompt) for prompt in pair.prompts(4)}) == 4
-    assert {len(prompt) for prompt in pair.prompts(4)} == {8}
-    assert tiny.pair("seed=1").prompts(4) != pair.prompts(4)
 
 
 def test_a_prompt_gives_the_same_tokens_whatever_ran_before(tiny: Tiny) -> None:
@@ -244,24 +200,70 @@ def test_greedy_text_does_not_depend_on_k(tiny: Tiny) -> None:
     assert len(texts[0]) == 12 and all(text == texts[0] for text in texts)
 
 
-def test_every_variant_runs_equally_often_and_exactly_as_long(tiny: Tiny) -> None:
-    pair = tiny.pair("sweep.repeats=2")
+def test_every_variant_runs_equally_often_and_texts_end_as_a_users_do(tiny: Tiny) -> None:
     variants = [Variant("none", 0), Variant("distilled", 2), Variant("distilled", 3)]
     calls: list[tuple[int, int]] = []
-    prompts = workload(pair).measured
-    speeds = measure_speeds(pair, variants, prompts, lambda done, total: calls.append((done, total)))
-    assert calls == [(i, 12) for i in range(1, 13)]
-    assert {speed.stats.num_new_tokens for speed in speeds.values()} == {2 * 2 * 12}
+    for ignored in (False, True):
+        pair = tiny.pair("decoding.stop_token_ids=[7, 32, 101, 110]", f"sweep.ignore_eos={ignored}")
+        bench = Bench(pair, workload(pair).measured, lambda done, total: calls.append((done, total)))
+        bench.run(variants, 2)
+        tokens = {bench.speed(variant).stats.num_new_tokens for variant in variants}
+        assert (tokens == {2 * 2 * 12}) is ignored and max(tokens) <= 2 * 2 * 12
+    assert calls[:4] == [(3, 12), (6, 12), (9, 12), (12, 12)]
+
+
+def test_acceptance_is_that_of_the_text_a_user_gets(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case K37: behind the end token both models know a loop by heart, which nobody reads."""
+    p, q = [0.5, 0.1, 0.1, 0.05, 0.05, 0.05, 0.15], [0.05, 0.05, 0.05, 0.1, 0.1, 0.5, 0.15]
+
+    def logits(law: list[float]) -> Callable[[Sequence[int]], Tensor]:
+        def after(prefix: Sequence[int]) -> Tensor:
+            if 6 not in prefix:
+                return torch.tensor(law, dtype=torch.float64).log()
+            return torch.full((7,), -30.0, dtype=torch.float64).index_fill(0, torch.tensor([len(prefix) % 6]), 30.0)
+
+        return after
+
+    target, draft = FakeModel(logits(p), 7), FakeModel(logits(q), 7, name="draft")
+    drafter = DraftModel(draft, "draft")
+    found = {}
+    for ends in (frozenset({6}), frozenset[int]()):
+        stats = Stats()
+        for request in range(150):
+            events = speculative(
+                target,
+                drafter,
+                [0],
+                num_speculative_tokens=4,
+                law=SamplingLaw(),
+                chance=SeededChance(0, request),
+                stop=StopRules(max_new_tokens=120, eos_token_ids=ends),
+            )
+            collect(events, stats)
+        found[bool(ends)] = stats
+    assert found[False].acceptance_rate > 0.7 > 0.3 > found[True].acceptance_rate
+    pair = tiny.pair()
+    ends = pair.stop_rules().eos_token_ids
+    assert ends and pair.sweep_stop().eos_token_ids == ends
+    assert pair.sweep_stop().max_new_tokens == pair.config.sweep.max_new_tokens
+    assert not tiny.pair("sweep.ignore_eos=true").sweep_stop().can_end
 
 
 def test_spread_is_half_the_range_and_the_speed_of_medians() -> None:
     """Two prompts, three repeats; one of 10 tokens and one, cut by the context, of 5."""
     first = [Stats(num_new_tokens=10, num_rounds=5, seconds=seconds) for seconds in (1.0, 2.0, 5.0)]
     second = [Stats(num_new_tokens=5, num_rounds=5, seconds=seconds) for seconds in (1.0, 1.0, 0.5)]
-    speed = measure._speed([first, second])
+    speed = speed_of(list(zip(first, second, strict=True)))
     assert speed.tokens_per_second == pytest.approx(15 / (2.0 + 1.0))
     assert speed.spread == pytest.approx((15 / 2.0 - 15 / 5.5) / 2)
     assert (speed.stats.num_new_tokens, speed.stats.seconds) == (45, 10.5)
+
+
+def test_tokens_and_rounds_are_counted_over_all_repeats_and_only_the_clock_by_its_median() -> None:
+    """Three texts of one prompt: how many tokens a round emitted is chance, and no run of it a disturbance."""
+    repeats = [[Stats(num_new_tokens=12, num_rounds=rounds, seconds=rounds * 0.5)] for rounds in (3, 4, 8)]
+    found = speed_of(repeats).timings
+    assert (found.tokens[0], found.rounds[0], found.seconds[0]) == (12, 5, 2.5)
 
 
 BY_STEPS = "runtime.kernel=false"  # each step of a draft is a pass of its own: a copy of the target costs as much
@@ -270,44 +272,11 @@ BY_STEPS = "runtime.kernel=false"  # each step of a draft is a pass of its own: 
 def test_slow_target_is_reported_as_slow(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = tiny.pair("sweep.num_prompts=1", "sweep.max_new_tokens=4", BY_STEPS)
     slow_down(monkeypatch, pair)
-    speeds = measure_speeds(pair, [Variant("none", 0)], workload(pair).measured)
-    plain = speeds[Variant("none", 0)]
+    bench = Bench(pair, workload(pair).measured)
+    bench.run([Variant("none", 0)], 1)
+    plain = bench.speed(Variant("none", 0))
     assert plain.tokens_per_second <= 20.0
     assert plain.stats.num_new_tokens == 4 and plain.stats.seconds >= 4 * 0.05
-
-
-def test_a_slow_target_makes_a_draft_cheap(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = tiny.pair(BY_STEPS)
-    before = measure_costs(pair, "distilled", [1])
-    slow_down(monkeypatch, pair, seconds=0.005)
-    after = measure_costs(pair, "distilled", [1])
-    assert after.target_step_seconds >= 0.005
-    assert after.cost_ratio < before.cost_ratio
-    assert after.verify_cost[1] == 1.0
-
-
-def test_overhead_is_what_the_parts_of_a_round_do_not_explain(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in target passes, not in seconds: the clock moves by 1 with each, and by 3 with each verdict."""
-    clock = [0.0]
-    pair = tiny.pair(BY_STEPS)
-    sessions = type(pair.target.session())
-    original_extend, original_rule = sessions.extend, token_rule
-
-    def extend(self: Any, *arguments: Any, **options: Any) -> Forward:
-        clock[0] += 1.0 if self._decoder is pair.target else 0.25
-        return original_extend(self, *arguments, **options)
-
-    def rule(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
-        clock[0] += 3.0
-        return original_rule(p, proposal, chance)
-
-    monkeypatch.setattr(sessions, "extend", extend)
-    monkeypatch.setattr(pair, "rule", rule)
-    for module in ("specctl.experiments.timing", "specctl.decoding"):
-        monkeypatch.setattr(f"{module}.perf_counter", lambda: clock[0])
-    costs = measure_costs(pair, "distilled", [1, 3])
-    assert (costs.target_step_seconds, costs.cost_ratio, costs.verify_cost) == (1.0, 0.25, {1: 1.0, 2: 1.0, 4: 1.0})
-    assert costs.overhead == {1: 3.0, 3: 3.0}
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, pair: Pair, seconds: float = 0.05) -> None:
@@ -323,8 +292,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, pair: Pair, seconds: float = 0.05
     monkeypatch.setattr(sessions, "extend", sleeping)
 
 
-def test_a_copy_of_the_target_accepts_all_and_pays_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_TRIALS", 20)  # a ratio of costs is asserted: as many trials as in a real run
+def test_a_copy_of_the_target_accepts_all_and_pays_nothing(tiny: Tiny) -> None:
     overrides = [f"drafters={{self: {{path: '{tiny.run_dir}/target'}}}}", "decoding.drafter=self", BY_STEPS]
     for temperature in (0, 1):
         pair = tiny.pair(*overrides, f"decoding.temperature={temperature}")
@@ -339,8 +307,8 @@ def test_a_copy_of_the_target_accepts_all_and_pays_nothing(tiny: Tiny, monkeypat
         assert copy.name == "self" and copy.acceptance_rate == 1.0
         assert copy.expected_acceptance == pytest.approx(1.0, abs=1e-4)
         assert copy.mean_acceptance_length == pytest.approx(12 / 3)
-        assert copy.cost_ratio is not None and copy.cost_ratio > 0.5
-        assert copy.cause is not None and copy.cause.startswith(("costly draft", "pays"))
+        assert copy.cost_ratio is not None and copy.cost_ratio > 0
+        assert copy.cause == "draft cost"  # agreement is perfect already
 
 
 def test_expected_acceptance_is_the_overlap_where_tokens_were_judged(
@@ -359,10 +327,10 @@ def test_expected_acceptance_is_the_overlap_where_tokens_were_judged(
         return verdict
 
     monkeypatch.setattr(pair, "rule", recording)
-    agreement = acceptance_on(pair, "mismatched", 3, pair.prompts(2))
+    agreement = agreement_on(pair, "mismatched", 3, pair.prompts(2))
     assert len(overlaps) == sum(agreement.stats.reached) < agreement.stats.num_drafted
     assert agreement.expected_acceptance == pytest.approx(sum(overlaps) / len(overlaps), abs=1e-5)
-    near = acceptance_on(pair, "distilled", 3, pair.prompts(2))
+    near = agreement_on(pair, "distilled", 3, pair.prompts(2))
     assert 0 < agreement.expected_acceptance < near.expected_acceptance <= 1
 
 
@@ -391,11 +359,3 @@ def test_generate_streams_the_rounds_that_it_counts(tiny: Tiny) -> None:
     assert len(rounds) == result.stats["num_rounds"]
     assert len(result.token_ids) == result.stats["num_new_tokens"] == 12
     assert result.finish_reason == "length"
-
-
-def test_a_cause_says_where_the_measurement_contradicts_it() -> None:
-    prices = (0.05, 1.2, 0.1)
-    assert _cause(0.6, 1.2, 4, *prices).startswith("pays") and "measured" not in _cause(0.6, 1.2, 4, *prices)
-    assert _cause(0.6, 0.94, 4, *prices).endswith("measured 0.94x, less than theory allows")
-    assert "measured" not in _cause(0.05, 0.7, 4, *prices)
-    assert _cause(None, 1.0, 4, *prices).startswith("drafted nothing")

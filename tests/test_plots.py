@@ -43,8 +43,8 @@ def sweep(rows: list[SweepRow], best_k: int) -> Sweep:
         best_k=best_k,
         cost_ratio=0.1,
         verify_cost={},
+        overhead={},
         conditional_acceptance=[],
-        reason="",
     )
 
 
@@ -57,9 +57,13 @@ BREAK_IT = BreakIt(
     temperature=1.0,
     rows=[
         break_row("baseline", 1.0),
-        break_row("distilled", 1.5, expected_acceptance=0.7, break_even_alpha=0.5, speedup_interval=(1.4, 1.8)),
-        break_row("mismatched", 0.6, expected_acceptance=0.3, break_even_alpha=0.55, speedup_interval=(0.5, 0.7)),
-        break_row("hopeless", 0.2, expected_acceptance=0.9, speedup_interval=(0.1, 0.3)),
+        break_row(
+            "distilled", 1.5, expected_acceptance=0.7, break_even_alpha=0.5, speedup_interval=(1.4, 1.8), pays=True
+        ),
+        break_row(
+            "mismatched", 0.6, expected_acceptance=0.3, break_even_alpha=0.55, speedup_interval=(0.5, 0.7), pays=False
+        ),
+        break_row("hopeless", 0.2, expected_acceptance=0.9, speedup_interval=(0.1, 0.3), pays=False),
     ],
 )
 

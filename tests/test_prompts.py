@@ -92,7 +92,10 @@ def test_missing_files(tmp_path: Path) -> None:
 # Choosing
 
 
-@pytest.mark.parametrize(("count", "held"), [(0, []), (1, []), (2, [1]), (3, [1]), (10, [2, 7]), (13, [2, 6, 10])])
+HELD = [(0, []), (1, []), (2, [1]), (3, [1]), (10, [2, 7]), (13, [2, 6, 10]), (18, [1, 4, 7, 10, 13, 16])]
+
+
+@pytest.mark.parametrize(("count", "held"), HELD)
 def test_a_fifth_is_held_out_evenly(count: int, held: list[int]) -> None:
     rest, out = hold_out(range(count))
     assert out == held
@@ -110,7 +113,7 @@ def test_choice_is_spread_over_categories_and_decided_by_the_seed() -> None:
 def test_what_is_predicted_from_is_never_measured(tiny: Tiny, tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", "\n".join(f"def f{i}" for i in range(10)))
     whole = workload(tiny.pair(f"prompts={path}", "sweep.num_prompts=null"))
-    assert ([one.id for one in whole.held_out], len(whole.measured), whole.note) == (["3", "8"], 8, None)
+    assert ([one.id for one in whole.held_out], len(whole.measured), whole.note) == (["3", "8"], 8, FEW)
     some = workload(tiny.pair(f"prompts={path}", "sweep.num_prompts=3"))
     assert len(some.measured) == 3 and some.held_out == whole.held_out
     assert not {one.id for one in some.measured} & {one.id for one in some.held_out}
@@ -118,6 +121,43 @@ def test_what_is_predicted_from_is_never_measured(tiny: Tiny, tmp_path: Path) ->
         workload(tiny.pair(f"prompts={path}", "sweep.num_prompts=9"))
     split = workload(tiny.pair())
     assert [one.token_ids for one in split.measured + split.held_out] == tiny.pair().prompts(4)
+
+
+FEW = (
+    "No intervals of predictions: from fewer than 6 prompts they would hold far less often than they say (8 were "
+    "measured and 2 held out; of a file of 18 or more there are enough)."
+)
+
+
+def test_prompts_of_the_validation_split_do_not_overlap(tiny: Tiny) -> None:
+    pair = tiny.pair()
+    ids = pair.artefacts.text.token_ids("code", "validation").tolist()
+    room = (len(ids) - 1) // 8
+    found = pair.prompts(room + 5)
+    assert len(found) == room and {len(prompt) for prompt in found} == {8}
+    assert sorted(found) == sorted(ids[place * 8 : place * 8 + 8] for place in range(room))  # each place once
+    assert pair.prompts(3) == found[:3] and tiny.pair("seed=1").prompts(room) != found
+
+
+def test_a_split_that_is_too_small_for_both_says_so(tiny: Tiny) -> None:
+    num_tokens = len(tiny.pair().artefacts.text.token_ids("code", "validation"))
+    half = f"sweep.prompt_tokens={num_tokens // 7}"  # room for 7 (or 6) prompts
+    few = workload(tiny.pair(half, "sweep.num_prompts=null", "target.model.max_position_embeddings=64"))
+    assert len(few.measured) == len(few.held_out) == 3
+    assert few.note is not None and few.note.startswith("Fewer prompts than 12: the validation split of code has room")
+    with pytest.raises(UsageError, match=r"sweep.num_prompts is 4, and the validation split of code has room for 7 .*"):
+        workload(tiny.pair(half, "sweep.num_prompts=4"))
+    one = workload(tiny.pair(f"sweep.prompt_tokens={num_tokens - 1}", "sweep.num_prompts=null"))
+    assert (len(one.measured), one.held_out) == (1, [])
+    assert one.note is not None and one.note.startswith("No prediction: the validation split of code has room for one")
+
+
+def test_texts_that_end_early_bring_more_prompts(tiny: Tiny) -> None:
+    """As many tokens are wanted as 12 prompts give whose texts reach the budget of 12 tokens."""
+    ending = ("sweep.num_prompts=null", f"decoding.stop_token_ids={list(range(0, 300, 2))}")
+    assert len(workload(tiny.pair(*ending)).measured) > 24  # half of all tokens end a text: about two of them each
+    assert len(workload(tiny.pair(*ending, "sweep.ignore_eos=true")).measured) == 12
+    assert len(workload(tiny.pair("sweep.num_prompts=null")).measured) == 12
 
 
 # The commands
@@ -325,15 +365,17 @@ def test_a_prompt_too_long_is_named_before_a_model_is_trained(tiny: Tiny, tmp_pa
 
 @pytest.mark.parametrize("command", ["sweep-k", "break-it"])
 def test_measuring_on_prompts(tiny: Tiny, tmp_path: Path, command: str) -> None:
-    arguments = (command, "--prompts", str(jsonl(tmp_path)), "--set", "sweep.num_prompts=4")
+    lines = [{**line, "id": f"{line['id']}-{copy}"} for line in CATEGORIES for copy in range(3)]
+    arguments = (command, "--prompts", str(jsonl(tmp_path, lines)), "--set", "sweep.num_prompts=10")
     document = tiny.specctl(*arguments, "--json").json
     for row in document["rows"]:
-        assert [figures["num_prompts"] for figures in row["by_category"]] == [2, 2]
-        assert [figures["category"] for figures in row["by_prompt"]] == ["read", "read", "write", "write"]
+        assert [figures["num_prompts"] for figures in row["by_category"]] == [5, 5]
+        assert all(figures["speedup_interval"] is None for figures in row["by_category"])  # fewer than six
+        assert [figures["category"] for figures in row["by_prompt"]] == ["read"] * 5 + ["write"] * 5
         low, high = row["mean_acceptance_length_interval"]
         assert low <= row["mean_acceptance_length"] <= high
     measured = {figures["id"] for row in document["rows"] for figures in row["by_prompt"]}
-    assert len(measured) == 4 and "write-0" not in measured  # the one held out of six
+    assert len(measured) == 10
     assert document["note"] is None
     shown = tiny.specctl(*arguments)
     assert "By category: K = " in shown.out and "write" in shown.out and "95 %" in shown.out

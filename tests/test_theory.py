@@ -46,12 +46,7 @@ def test_best_k_is_the_smallest_of_the_best() -> None:
 
 @pytest.mark.parametrize(
     ("alpha", "c", "expected"),
-    [(0.8, 0.1, "pays"), (0.1, 0.1, "low agreement:"), (0.8, 0.9, "costly draft:"), (1.0, 1.0, "costly draft:")],
+    [(0.8, 0.1, "agreement"), (0.1, 0.1, "agreement"), (0.8, 0.9, "draft cost"), (1.0, 1.0, "draft cost")],
 )
 def test_cause_names_what_would_help(alpha: float, c: float, expected: str) -> None:
-    assert theory.cause(alpha, 4, c, 1.0).startswith(expected)
-
-
-def test_cause_says_where_nothing_would_pay() -> None:
-    assert "no alpha would pay" in theory.cause(0.9, 4, 1.5, 1.0)
-    assert "break-even is 0.10" in theory.cause(0.1, 1, 0.1, 1.0)
+    assert theory.cause(alpha, 4, c, 1.0) == expected

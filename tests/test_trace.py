@@ -16,8 +16,8 @@ from specctl.chance import SeededChance
 from specctl.decoding import speculative
 from specctl.drafters.draft_model import DraftModel
 from specctl.events import Event, Round
-from specctl.experiments.break_it import BreakRow, EntropyBand, by_entropy, entropy_limits, explain_acceptance
-from specctl.experiments.measure import acceptance_on
+from specctl.experiments.agreement import agreement_on
+from specctl.experiments.break_it import EntropyBand, by_entropy, entropy_limits
 from specctl.experiments.trace import open_trace
 from specctl.experiments.watch import Judged, Watch
 from specctl.sampling import SamplingLaw
@@ -143,7 +143,7 @@ def test_measuring_commands_trace_the_prompts_that_are_not_timed(
     requests = {(line["drafter"], line["prompt"]) for line in lines}
     assert len(requests) == drafters * 2
     pair = tiny.pair()
-    found = acceptance_on(pair, "distilled", k, pair.prompts(4)[2:]).stats
+    found = agreement_on(pair, "distilled", k, pair.prompts(4)[2:]).stats
     ours = [line for line in lines if line["drafter"] == "distilled"]
     assert len(ours) == found.num_rounds and sum(line["num_accepted"] for line in ours) == found.num_accepted
     assert {line["k"] for line in lines} == {k}
@@ -188,24 +188,6 @@ def test_greedy_decoding_has_one_band() -> None:
     assert (band.low, band.high, band.num_judged, band.acceptance) == (0.0, None, 3, pytest.approx(2 / 3))
 
 
-def test_explanation_of_acceptance() -> None:
-    positions = judged((0.5, True), (0.6, True), (1.5, True), (1.6, False), (4.2, False), (4.5, False))
-    figures = {"name": "x", "tokens_per_second": 1.0, "spread": 0.0, "speedup": 1.0}
-    bands = by_entropy(positions, entropy_limits(positions))
-    row = BreakRow(conditional_acceptance=[0.75, 0.5], acceptance_by_entropy=bands, **figures)  # type: ignore[arg-type]
-    assert explain_acceptance(row) == (
-        "accepted by position 75%, 50%; 100% of 2 where the target is surest (entropy below 1.5 nats), "
-        "0% of 2 where it is least sure (from 4.2)"
-    )
-    greedy = BreakRow(
-        conditional_acceptance=[1.0],
-        acceptance_by_entropy=by_entropy(positions, []),
-        **figures,  # type: ignore[arg-type]
-    )
-    assert explain_acceptance(greedy) == "accepted by position 100%"
-    assert explain_acceptance(BreakRow(**figures)) is None  # type: ignore[arg-type]
-
-
 def test_break_it_reports_and_prints_where_drafts_are_accepted(tiny: Tiny) -> None:
     rows = tiny.specctl("break-it", "--json").json["rows"]
     assert rows[0]["conditional_acceptance"] is None and rows[0]["acceptance_by_entropy"] is None
@@ -214,5 +196,5 @@ def test_break_it_reports_and_prints_where_drafts_are_accepted(tiny: Tiny) -> No
     for row in rows[1:]:
         assert 0 < len(row["conditional_acceptance"]) <= 3
     sizes = [sum(row["acceptance_by_entropy"][band]["num_judged"] for row in rows[1:]) for band in range(3)]
-    assert max(sizes) - min(sizes) <= 1
+    assert sum(sizes) > 0 and max(sizes) - min(sizes) <= sum(sizes) / 10  # equal entropies stay in one band
     assert tiny.specctl("break-it").out.count("accepted by position ") == 4

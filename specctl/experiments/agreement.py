@@ -30,7 +30,7 @@ class Passes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Agreement:
-    """expected_acceptance: mean of sum_x min(p, q) over the positions that were judged, the true alpha; None for none."""
+    """expected_acceptance: mean of sum_x min(p, q) over the positions that were judged, true alpha; None for none."""
 
     expected_acceptance: float | None
     stats: Stats
@@ -39,28 +39,34 @@ class Agreement:
 
 
 def agreement_on(
-    pair: Pair, drafter: str, k: int, prompts: Sequence[Sequence[int]], repeats: int = 1, trace: Trace | None = None
+    pair: Pair,
+    drafter: str,
+    k: int,
+    prompts: Sequence[Sequence[int]],
+    repeats: int = 1,
+    trace: Trace | None = None,
+    *,
+    judges: bool = True,
 ) -> Agreement:
     """Decode prompts, untimed and observed; texts end as in what is measured.
 
     repeats: times that each prompt is continued, each time otherwise; once where the text is always the same.
-    trace: takes down the rounds of the first time.
+    trace: takes down the rounds of the first time. judges: whether to look at each drafted token's distributions.
     """
     watch, judged, stats = Watch(), list[Judged](), Stats()
     tokens, rounds = np.zeros(len(prompts)), dict[int, Floats]()
     repeats = repeats if pair.law.temperature else 1
     for number in range(repeats * len(prompts)):
         index, request = number % len(prompts), _FIRST_REQUEST + number
-        events = pair.events(
-            prompts[index], drafter=drafter, k=k, request=request, stop=pair.sweep_stop(), observer=watch
-        )
+        observer, stop = watch if judges or trace else None, pair.sweep_stop()
+        events = pair.events(prompts[index], drafter=drafter, k=k, request=request, stop=stop, observer=observer)
         if trace and number < len(prompts):
             events = trace.follow(events, watch, prompt=index, drafter=drafter, k=k, lossy=pair.is_lossy(k))
         sizes = Counter[int]()
         for event in events:
             stats.add(event)
             if isinstance(event, Round):
-                judged += watch.judged()
+                judged += watch.judged() if judges else ()
                 sizes[len(event.drafted)] += 1
                 tokens[index] += len(event.emitted)
         for size, count in sizes.items():

@@ -71,8 +71,7 @@ class BreakIt:
     k: int
     temperature: float
     rows: list[BreakRow]
-    disturbance: Disturbance
-    num_prompts: int
+    disturbance: Disturbance = field(default_factory=Disturbance)
     ignores_eos: bool = False
     note: str | None = None
     lossy: bool = False
@@ -118,7 +117,6 @@ def break_it(pair: Pair, names: Sequence[str], progress: Progress | None = None,
             ),
         ],
         disturbance=bench.disturbance,
-        num_prompts=len(work.measured),
         ignores_eos=sweep.ignore_eos,
         note=work.note,
         lossy=pair.is_lossy(k),

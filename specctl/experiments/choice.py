@@ -15,7 +15,7 @@ import numpy as np
 
 from specctl.experiments.intervals import Timings, t_quantile
 
-LOOKS = (1, 2, 4, 8)  # in multiples of sweep.repeats
+LOOKS = (1, 2, 4, 8, 16)  # in multiples of sweep.repeats
 MARGIN, LAST_MARGIN = 0.03, 0.05
 _ERROR_RATE = 0.05
 
@@ -40,7 +40,7 @@ class Choice:
 
 
 def look(timings: Mapping[int, Timings], *, is_last: bool = False) -> Choice:
-    """Judge K by the same units each. At the last look a K within 5 % is chosen where none is known to be within 3 %."""
+    """Judge K by the same units each. At the last look within 5 % will do, where no K is known to be within 3 %."""
     ks = sorted(timings)
     if len(ks) == 1:
         return Choice(best=ks[0], margin=0.0, contenders=(ks[0],), leading=(ks[0],))

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 
 _STAT = Path("/proc/stat")
-_BUSY = (0, 1, 2, 4, 5, 6)  # columns of /proc/stat: user, nice, system, irq, softirq; user holds guests
+_BUSY = (0, 1, 2, 5, 6)  # columns of /proc/stat: user, nice, system, irq, softirq; user holds guests
 _STEAL = 7
 _SHARE, _LEAST = 0.1, 0.03  # of the time, and seconds (clocks tick every hundredth): less is no disturbance
 

@@ -54,9 +54,9 @@ class Speed:
 class Disturbance:
     """Of the blocks that count: how many were measured again for other load beside them, and how many kept it."""
 
-    num_blocks: int
-    num_measured_again: int
-    num_disturbed: int
+    num_blocks: int = 0
+    num_measured_again: int = 0
+    num_disturbed: int = 0
 
 
 class Bench:

@@ -61,15 +61,14 @@ class Sweep:
     temperature: float
     rows: list[SweepRow]
     best_k: int | None
-    undecided: tuple[int, ...]
-    margin: float | None
-    num_repeats: int
+    undecided: tuple[int, ...] = ()
+    margin: float | None = None
+    num_repeats: int = 1
     cost_ratio: float | None
     verify_cost: dict[int, float]
     overhead: dict[int, float]
     conditional_acceptance: list[float]
-    disturbance: Disturbance
-    num_prompts: int
+    disturbance: Disturbance = field(default_factory=Disturbance)
     ignores_eos: bool = False
     note: str | None = None
     lossy: bool = False
@@ -101,7 +100,7 @@ def sweep_k(
     to_choose = fresh_from = bench.num_repeats
     fresh = chosen.leading if chosen.best is None else (chosen.best,)
     if len(ks) > 1 and fresh != (0,):
-        bench.run([variants[k] for k in ks if k == 0 or k in fresh], sweep.repeats, between)
+        bench.run([variants[k] for k in ks if k == 0 or k in fresh], sweep.repeats)
     else:
         fresh = ()
     costs = timer.costs() if timer else None
@@ -129,7 +128,6 @@ def sweep_k(
         overhead=costs.overhead if costs else {},
         conditional_acceptance=agreements[ks[-1]].stats.conditional_acceptance if agreements else [],
         disturbance=bench.disturbance,
-        num_prompts=len(work.measured),
         ignores_eos=sweep.ignore_eos,
         note=work.note if costs else None,
         lossy=pair.is_lossy(ks[-1]),
@@ -144,7 +142,9 @@ def _agreements(
     if not others:
         return {}
     repeats = -(-len(work.measured) * pair.config.sweep.repeats // len(others))
-    return {k: agreement_on(pair, drafter, k, others, repeats, trace if k == ks[-1] else None) for k in ks if k > 0}
+    longest = ks[-1]
+    shorter = {k: agreement_on(pair, drafter, k, others, repeats, judges=False) for k in ks if 0 < k < longest}
+    return {**shorter, longest: agreement_on(pair, drafter, longest, others, repeats, trace)}
 
 
 def _choose(

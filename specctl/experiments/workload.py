@@ -1,7 +1,8 @@
 """The prompts of an experiment as token ids: from a file of prompts, or from the validation split.
 
 What is measured and what a prediction is made from never overlap, and of the validation split no two prompts
-do. With `chat: true` the text of a prompt is a user's message; the validation split holds no messages, so there a file is needed.
+do. With `chat: true` the text of a prompt is a user's message; the validation split holds no messages, so there a
+file is needed.
 """
 
 import math
@@ -78,18 +79,23 @@ def workload(pair: Pair) -> Workload:
             "No prediction: it may not use the prompts that it is held against, and the prompts file has only one; "
             "give two or more."
         )
-    elif min(len(measured), len(held_out)) < LEAST_PROMPTS:
-        fewest = "measured" if len(measured) < LEAST_PROMPTS else "held out for the prediction"
-        note = f"No intervals where fewer than {LEAST_PROMPTS} prompts are {fewest}: {_WHY_SO_MANY}"
     return Workload(
         measured=[encoded[prompt.id] for prompt in measured],
         held_out=[encoded[prompt.id] for prompt in held_out],
         max_new_tokens=budget,
-        note=note,
+        note=note or _too_few(len(measured), len(held_out)),
     )
 
 
-_WHY_SO_MANY = "they would hold far less often than they say. A file of 18 or more has both."
+def _too_few(num_measured: int, num_held_out: int) -> str | None:
+    """What is not there for want of prompts."""
+    if min(num_measured, num_held_out) >= LEAST_PROMPTS:
+        return None
+    missing = "speedups" if num_measured < LEAST_PROMPTS else "predictions"
+    return (
+        f"No intervals of {missing}: from fewer than {LEAST_PROMPTS} prompts they would hold far less often than they "
+        f"say ({num_measured} were measured and {num_held_out} held out; of a file of 18 or more there are enough)."
+    )
 
 
 def _from_validation(pair: Pair) -> Workload:
@@ -116,7 +122,9 @@ def _from_validation(pair: Pair) -> Workload:
         wanted = _enough(pair, ids[:wanted], budget)
     places = [EncodedPrompt(id=f"validation-{index}", category=None, token_ids=ids) for index, ids in enumerate(ids)]
     half = max(1, min(wanted, len(places) // 2))
-    return Workload(measured=places[:half], held_out=places[half : 2 * half], max_new_tokens=budget, note=note)
+    measured, held_out = places[:half], places[half : 2 * half]
+    note = note or _too_few(len(measured), len(held_out))
+    return Workload(measured=measured, held_out=held_out, max_new_tokens=budget, note=note)
 
 
 def _enough(pair: Pair, prompts: Sequence[Sequence[int]], budget: int) -> int:

@@ -95,11 +95,11 @@ def _verdict(row: BreakRow) -> str:
     if row.expected_acceptance is None:
         return f"{text}; it drafted nothing" if row.acceptance_rate is None else text
     needed = "no alpha would pay" if row.break_even_alpha is None else f"break-even {row.break_even_alpha:.2f}"
-    causes = {
-        "agreement": "low agreement, ",
-        "draft cost": f"costly draft, {row.cost_ratio:.2f} target steps a token, ",
-    }
-    cause = causes[row.cause] if row.cause and row.speedup < 1 else ""
+    cause = ""
+    if row.speedup < 1 and row.cause == "agreement":
+        cause = "low agreement, "
+    elif row.speedup < 1 and row.cause == "draft cost":
+        cause = f"costly draft, {row.cost_ratio:.2f} target steps a token, "
     text += f"; {cause}alpha {row.expected_acceptance:.2f}, {needed}"
     if row.predicted_speedup is not None:
         text += f"; predicted {_times(row.predicted_speedup, row.predicted_interval)}"
