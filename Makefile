@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test bench bench-peers bench-verify clean
+.PHONY: help setup demo check test bench bench-peers bench-predictions bench-verify clean
 
 help: ## list what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,8 +18,8 @@ setup: $(INSTALLED) ## create .venv and install specctl and its tools, at pinned
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "specctl needs Python 3.11 or later; set PYTHON")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH_FLAGS) -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile $(TORCH_FLAGS) -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: setup ## train a target and its drafts, print the K sweep and the break-it table
@@ -44,6 +44,9 @@ bench: setup ## train the bench's pair once, then all ways to decode, the limit 
 
 bench-peers: setup ## ours beside transformers alone, on the bench's pair, as JSON
 	$(BIN)/python -m benchmarks.decoding --peers-only
+
+bench-predictions: setup ## five sweeps: do the predicted speedups hold? minutes
+	$(BIN)/python -m benchmarks.predictions --config $(CONFIG)
 
 bench-verify: setup ## are the p-values of specctl verify uniform? many seeds, minutes
 	$(BIN)/python -m benchmarks.verify_pvalues

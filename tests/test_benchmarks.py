@@ -9,7 +9,7 @@ import pytest
 from fakes import emitted, history
 from tiny_run import Tiny
 
-from benchmarks import decoding
+from benchmarks import decoding, predictions
 from benchmarks.cacheless import Cacheless
 from benchmarks.contenders import Contender, Measured, Run, interleave
 from specctl.chance import SeededChance
@@ -142,3 +142,12 @@ def test_what_make_runs_exists() -> None:
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
         if module == "benchmarks.decoding":
             decoding.options_of(arguments.split())
+
+
+def test_predictions_are_held_against_what_was_measured(capsys: pytest.CaptureFixture[str], tiny: Tiny) -> None:
+    predictions.main(["--config", str(tiny.config_path), "--set", f"run_dir={tiny.run_dir}", "--runs", "2"])
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result["num_rows"] == 4 and 0 <= result["num_above"] <= 4 and result["num_judged"] == 0  # two prompts
+    assert result["silent_ratio"] > 0 and len(result["best_k"]) == 2
+    assert captured.err.count("predicted") == 6
