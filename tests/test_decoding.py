@@ -1,7 +1,8 @@
 """The loops: greedy equality, caches, stopping, requests after requests, and real draws."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,13 @@ from fakes import (
 )
 from torch import Tensor
 
+from specctl.acceptance import token_rule
 from specctl.chance import SeededChance
 from specctl.decoding import plain, speculative
 from specctl.drafters.base import Drafter
 from specctl.drafters.draft_model import DraftModel
 from specctl.errors import UsageError
-from specctl.events import Round
+from specctl.events import Event, Finished, Round
 from specctl.models.llama import Llama
 from specctl.models.session import CausalModel, Forward, Session
 from specctl.sampling import SamplingLaw
@@ -384,3 +386,78 @@ def test_a_draft_of_nothing_is_plain_decoding() -> None:
     expected, _ = collect(plain(target, [0], law=SamplingLaw(), chance=SeededChance(3), stop=stop))
     assert drawn[0] == expected
     assert drawn[1].num_drafted == 0
+
+
+# Seconds
+
+
+class Clock:
+    """A clock that only what is under watch moves forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("specctl.decoding.perf_counter", lambda: self.now)
+
+    def slowed(self, function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        """The function, taking so long."""
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            self.now += seconds
+            return function(*arguments, **options)
+
+        return slow
+
+
+def rounds_of(events: Iterable[Event]) -> list[Round]:
+    return [event for event in events if isinstance(event, Round)]
+
+
+def slow_sessions(clock: Clock, target: FakeModel) -> Recording:
+    """The target, of which a pass takes 10 and a rollback 1000."""
+
+    def slowed(session: Session) -> Session:
+        session.extend = clock.slowed(session.extend, 10.0)  # type: ignore[method-assign]
+        session.keep = clock.slowed(session.keep, 1000.0)  # type: ignore[method-assign]
+        return session
+
+    return Recording(target, slowed)
+
+
+def test_the_seconds_of_a_round_are_those_of_its_parts_and_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    target, drafter = cycle(8), self_draft(cycle(8))
+    drafter.begin = clock.slowed(drafter.begin, 7.0)  # type: ignore[method-assign]
+    drafter.propose = clock.slowed(drafter.propose, 1.0)  # type: ignore[method-assign]
+    events = list(
+        speculative(
+            slow_sessions(clock, target),
+            drafter,
+            [0, 1, 2],
+            num_speculative_tokens=3,
+            law=GREEDY,
+            chance=SeededChance(0),
+            stop=StopRules(max_new_tokens=8),
+            rule=clock.slowed(token_rule, 100.0),
+        )
+    )
+    assert isinstance(events[-1], Finished) and events[-1].prompt_seconds == 17.0
+    found = rounds_of(events)
+    assert len(found) == 2
+    for round_ in found:
+        assert (round_.draft_seconds, round_.verify_seconds, round_.accept_seconds) == (1.0, 10.0, 100.0)
+        assert round_.seconds == 1111.0
+
+
+def test_the_seconds_of_a_plain_round_are_those_of_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    events = list(
+        plain(
+            slow_sessions(clock, cycle(8)),
+            [0, 1, 2],
+            law=GREEDY,
+            chance=SeededChance(0),
+            stop=StopRules(max_new_tokens=3),
+        )
+    )
+    assert [(round_.seconds, round_.draft_seconds) for round_ in rounds_of(events)] == [(10.0, 0.0)] * 3
+    assert isinstance(events[-1], Finished) and events[-1].prompt_seconds == 10.0

@@ -390,6 +390,41 @@ def test_a_broken_library_is_built_again(fresh: Path) -> None:
     assert built.stat().st_size > 6
 
 
+def test_each_processor_source_and_compiler_has_a_library_of_its_own(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "compiler"
+
+    def path(version: str = "1.0") -> Path:
+        compiler.write_text(f"#!/bin/sh\necho {version}\n")
+        compiler.chmod(0o755)
+        library._path.cache_clear()
+        return library._path(str(compiler))
+
+    first = path()
+    assert path() == first and first.parent == fresh
+    found = [first, path("1.1")]
+    for name, changed in (
+        ("_processor", lambda: b"another"),
+        ("_flags", lambda: ["-O0"]),
+        ("_SOURCES", library._SOURCES[:1]),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(library, name, changed)
+            found.append(path())
+    assert len(set(found)) == 5 and path() == first
+
+
+def test_a_processor_is_told_by_what_it_can_do_and_not_by_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def processor(**lines: str) -> bytes:
+        info = {"model name": "A", "cpu MHz": "2000.1", "flags": "sse avx2", **lines}
+        monkeypatch.setattr(Path, "read_text", lambda *_, **__: "".join(f"{k}\t: {v}\n" for k, v in info.items()) * 2)
+        return library._processor()
+
+    assert processor() == processor(**{"cpu MHz": "3100.7"})
+    assert len({processor(), processor(flags="sse avx2 avx512f"), processor(**{"model name": "B"})}) == 3
+
+
 def test_it_can_be_left_out_or_asked_for() -> None:
     assert isinstance(backend.decoder(model(), "m", dtype=torch.float32, device=CPU, kernel=False), LlamaDecoder)
     decoder(model())
