@@ -99,8 +99,6 @@ def test_break_it_fields(tiny: Tiny) -> None:
     assert [row["name"] for row in document["rows"]] == ["baseline", "aligned", "distilled", "mismatched", "medusa"]
     assert all(row.keys() == BREAK_ROW for row in document["rows"])
     assert [row["cause"] is None for row in document["rows"]] == [True, False, False, False, False]
-    # Which of the two is a matter of times: models this small cost about the same.
-    assert document["rows"][3]["cause"].startswith(("low agreement", "costly draft"))
 
 
 def test_train_fields(tiny: Tiny) -> None:
@@ -252,7 +250,7 @@ def test_narrow_terminal_cuts_no_number() -> None:
 def test_mistakes_are_usage_errors(tiny: Tiny, arguments: tuple[str, ...], says: str) -> None:
     answer = tiny.specctl("generate", *arguments)
     assert answer.code == 2
-    assert says in answer.err and answer.err.startswith("specctl: ")
+    assert says in answer.err and re.search("^specctl: ", answer.err, re.MULTILINE)
     assert answer.out == "" and "Traceback" not in answer.err
 
 

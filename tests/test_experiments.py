@@ -1,20 +1,19 @@
 """What the experiments conclude follows from what they measured, and each measurement stands alone."""
 
 import random
-import time
-from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
 import pytest
 import torch
+from fakes import Clock
 from safetensors.torch import load_file, save_file
 from tiny_run import Tiny
 from torch import Tensor
 
 from specctl.acceptance import Chance, Proposal, Verdict, token_rule
 from specctl.events import Round
-from specctl.experiments import intervals, measure, timing
+from specctl.experiments import intervals, measure
 from specctl.experiments.break_it import _cause, break_it
 from specctl.experiments.generate import generate
 from specctl.experiments.intervals import Timings, best_k, by_category, by_prompt, length_interval, speedup_interval
@@ -23,7 +22,6 @@ from specctl.experiments.pair import Pair
 from specctl.experiments.sweep_k import SweepRow, explain, sweep_k
 from specctl.experiments.timing import Costs, measure_costs
 from specctl.experiments.workload import EncodedPrompt, workload
-from specctl.models.session import Forward
 from specctl.stats import Stats, collect
 
 
@@ -264,70 +262,51 @@ def test_spread_is_half_the_range_and_the_speed_of_medians() -> None:
     assert (speed.stats.num_new_tokens, speed.stats.seconds) == (45, 10.5)
 
 
-BY_STEPS = "runtime.kernel=false"  # each step of a draft is a pass of its own: a copy of the target costs as much
+BY_STEPS = "runtime.kernel=false"  # each step of a draft is a pass of its own
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, pair: Pair, *, target: float, draft: float, rule: float = 0.0) -> None:
+    """Each pass of the target, each pass of another model and each verdict take so long, and nothing else does."""
+    clock, sessions = Clock(monkeypatch, "decoding", "experiments.timing"), type(pair.target.session())
+
+    def seconds(session: Any, *_: Any, **__: Any) -> float:
+        return target if session._decoder is pair.target else draft
+
+    monkeypatch.setattr(sessions, "extend", clock.slowed(sessions.extend, seconds))
+    monkeypatch.setattr(pair, "rule", clock.slowed(token_rule, rule))
 
 
 def test_slow_target_is_reported_as_slow(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = tiny.pair("sweep.num_prompts=1", "sweep.max_new_tokens=4", BY_STEPS)
-    slow_down(monkeypatch, pair)
+    clocked(monkeypatch, pair, target=0.5, draft=0.0)
     speeds = measure_speeds(pair, [Variant("none", 0)], workload(pair).measured)
     plain = speeds[Variant("none", 0)]
-    assert plain.tokens_per_second <= 20.0
-    assert plain.stats.num_new_tokens == 4 and plain.stats.seconds >= 4 * 0.05
+    assert plain.tokens_per_second == 2.0
+    assert plain.stats.num_new_tokens == 4 and plain.stats.seconds == 2.0
 
 
 def test_a_slow_target_makes_a_draft_cheap(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = tiny.pair(BY_STEPS)
-    before = measure_costs(pair, "distilled", [1])
-    slow_down(monkeypatch, pair, seconds=0.005)
-    after = measure_costs(pair, "distilled", [1])
-    assert after.target_step_seconds >= 0.005
-    assert after.cost_ratio < before.cost_ratio
-    assert after.verify_cost[1] == 1.0
+    for seconds, ratio in ((0.5, 0.5), (8.0, 0.03125)):
+        clocked(monkeypatch, pair, target=seconds, draft=0.25)
+        costs = measure_costs(pair, "distilled", [1])
+        assert (costs.target_step_seconds, costs.cost_ratio, costs.verify_cost[1]) == (seconds, ratio, 1.0)
 
 
 def test_overhead_is_what_the_parts_of_a_round_do_not_explain(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in target passes, not in seconds: the clock moves by 1 with each, and by 3 with each verdict."""
-    clock = [0.0]
     pair = tiny.pair(BY_STEPS)
-    sessions = type(pair.target.session())
-    original_extend, original_rule = sessions.extend, token_rule
-
-    def extend(self: Any, *arguments: Any, **options: Any) -> Forward:
-        clock[0] += 1.0 if self._decoder is pair.target else 0.25
-        return original_extend(self, *arguments, **options)
-
-    def rule(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
-        clock[0] += 3.0
-        return original_rule(p, proposal, chance)
-
-    monkeypatch.setattr(sessions, "extend", extend)
-    monkeypatch.setattr(pair, "rule", rule)
-    for module in ("specctl.experiments.timing", "specctl.decoding"):
-        monkeypatch.setattr(f"{module}.perf_counter", lambda: clock[0])
+    clocked(monkeypatch, pair, target=1.0, draft=0.25, rule=3.0)
     costs = measure_costs(pair, "distilled", [1, 3])
     assert (costs.target_step_seconds, costs.cost_ratio, costs.verify_cost) == (1.0, 0.25, {1: 1.0, 2: 1.0, 4: 1.0})
     assert costs.overhead == {1: 3.0, 3: 3.0}
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch, pair: Pair, seconds: float = 0.05) -> None:
-    """Each pass of the target, and of no draft, sleeps."""
-    sessions = type(pair.target.session())
-    original: Callable[..., Forward] = sessions.extend
-
-    def sleeping(self: Any, ids: Tensor, num_logits: int | None = None) -> Forward:
-        if self._decoder is pair.target:
-            time.sleep(seconds)
-        return original(self, ids, num_logits)
-
-    monkeypatch.setattr(sessions, "extend", sleeping)
-
-
 def test_a_copy_of_the_target_accepts_all_and_pays_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_TRIALS", 20)  # a ratio of costs is asserted: as many trials as in a real run
-    overrides = [f"drafters={{self: {{path: '{tiny.run_dir}/target'}}}}", "decoding.drafter=self", BY_STEPS]
+    """In float64, in which passes over one row and over more give the same p and q but for 1e-15."""
+    overrides = [f"drafters={{self: {{path: '{tiny.run_dir}/target'}}}}", "decoding.drafter=self"]
     for temperature in (0, 1):
-        pair = tiny.pair(*overrides, f"decoding.temperature={temperature}")
+        pair = tiny.pair(*overrides, "runtime.dtype=float64", f"decoding.temperature={temperature}")
+        clocked(monkeypatch, pair, target=1.0, draft=1.0, rule=1.0)
         result = break_it(pair, list(pair.config.drafters))
         baseline, copy = result.rows
         assert (baseline.name, baseline.speedup, baseline.acceptance_rate, baseline.cause) == (
@@ -339,8 +318,8 @@ def test_a_copy_of_the_target_accepts_all_and_pays_nothing(tiny: Tiny, monkeypat
         assert copy.name == "self" and copy.acceptance_rate == 1.0
         assert copy.expected_acceptance == pytest.approx(1.0, abs=1e-4)
         assert copy.mean_acceptance_length == pytest.approx(12 / 3)
-        assert copy.cost_ratio is not None and copy.cost_ratio > 0.5
-        assert copy.cause is not None and copy.cause.startswith(("costly draft", "pays"))
+        assert (copy.cost_ratio, copy.speedup) == (1.0, pytest.approx(4 / (3 + 1 + 1)))
+        assert copy.cause is not None and copy.cause.startswith("costly draft")
 
 
 def test_expected_acceptance_is_the_overlap_where_tokens_were_judged(

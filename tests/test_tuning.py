@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import CPU, random_llama
+from fakes import CPU, Clock, random_llama
 from torch import Tensor
 
 from specctl.experiments import tuning
 from specctl.experiments.tuning import Tuner
 from specctl.models.llama_decoder import LlamaDecoder, LlamaSession
-from specctl.models.session import Forward
 
 SIZES = {
     "vocab_size": 32,
@@ -60,15 +59,13 @@ def test_the_faster_number_of_threads_is_kept_and_used_again(tmp_path: Path, mon
 def test_a_plain_step_and_a_verifying_pass_decide_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int], float], fastest: int
 ) -> None:
-    """seconds: of a pass, by its threads and tokens, on a clock that nothing else moves."""
-    clock, original = [0.0], LlamaSession.extend
+    """seconds: of a pass, by its threads and tokens."""
 
-    def extend(session: LlamaSession, ids: Tensor, num_logits: int | None = None) -> Forward:
-        clock[0] += seconds.get((session._decoder.threads or 0, ids.shape[1]), 100.0)
-        return original(session, ids, num_logits)
+    def seconds_of(session: LlamaSession, ids: Tensor) -> float:
+        return seconds.get((session._decoder.threads or 0, ids.shape[1]), 100.0)
 
-    monkeypatch.setattr(LlamaSession, "extend", extend)
-    monkeypatch.setattr(tuning, "perf_counter", lambda: clock[0])
+    clock = Clock(monkeypatch, "experiments.tuning")
+    monkeypatch.setattr(LlamaSession, "extend", clock.slowed(LlamaSession.extend, seconds_of))
     monkeypatch.setattr(tuning, "num_cores", lambda: 2)
     model = decoder()
     Tuner(tmp_path / "tuning.json", "auto").tune(model)

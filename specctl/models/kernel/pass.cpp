@@ -25,7 +25,7 @@
 
 namespace specctl {
 
-// ---- What Python hands over (decoder.py has the same, field by field) ----
+// ---- What Python hands over (layout.py has the same, field by field) ----
 
 struct Matrix {
     const void *weight;  // [ceil(out / 16), in, 16]
@@ -77,7 +77,7 @@ constexpr int64_t kRows = 6;          // rows of a product at a time: as many as
 constexpr int64_t kTilesWidened = 3;  // so many tiles of rows are worth widening bfloat16 weights once for all
 constexpr int64_t kStretch = 384;     // rows of a block that stay in the nearest cache
 constexpr int64_t kQueries = 16;      // queries of one unit of attention, at most
-constexpr int64_t kBlocksAtOnce = 4;  // blocks of one unit of a product, at most
+constexpr int64_t kBlocksAtOnce = 4;  // blocks that are multiplied with at a time, at most
 
 // ---- Vectors of eight ----
 
@@ -576,7 +576,8 @@ class Decoding {
 // ---- Drawing ----
 
 // The sampling law at a temperature and nothing else: logits [V] become probabilities, as in sampling.py.
-// A row with a NaN or infinite maximum becomes NaN everywhere. The id of the maximum, the lowest of equals, comes back.
+// The id of the maximum, the lowest of equals, comes back. A row with a NaN in it or an infinite maximum becomes NaN
+// everywhere, and 0 comes back.
 int64_t to_probabilities(float *row, int64_t vocab_size, double temperature) {
     int64_t best = 0;
     bool is_finite = true;
@@ -647,9 +648,9 @@ void run(const Model &model, const Pass &pass) {
 }  // namespace
 }  // namespace specctl
 
-// acceptance.py's token_rule: p and q [K + 1, V], the last row of q zero, ids [K], K + 1 uniforms. Returns how many
-// drafts are accepted. closing: two integers, of which the second becomes the closing token; health: NaN where a ratio
-// or the closing law is. difference: room for V.
+// acceptance.py's token_rule: p and q [K + 1, V], the last row of q zero, ids [K], K + 1 uniforms. count: K. Returns how
+// many drafts are accepted. closing: becomes the closing token. health: becomes NaN where a ratio or the row of p that
+// closes the round is, and nowhere else. difference: room for V numbers.
 extern "C" int64_t specctl_token_rule(const float *p, const float *q, const int64_t *ids, const double *uniforms,
                                       int64_t count, int64_t vocab_size, int64_t *closing, float *health,
                                       float *difference) {
@@ -673,7 +674,7 @@ extern "C" int64_t specctl_token_rule(const float *p, const float *q, const int6
     return accepted;
 }
 
-// Both return the index of the first id that is not in the vocabulary, or -1 when all is done.
+// A pass and a draw return the index of the first id that is not in the vocabulary, or -1 when all is done.
 
 extern "C" int64_t specctl_pass(const specctl::Model *model, const specctl::Pass *pass) {
     for (int64_t i = 0; i < pass->batch * pass->length; ++i)
