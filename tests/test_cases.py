@@ -18,6 +18,7 @@ from specctl.chance import SeededChance
 from specctl.decoding import plain, speculative
 from specctl.errors import SpecctlError
 from specctl.models.checkpoint import load_checkpoint, save_checkpoint
+from specctl.models.kernel.decoder import why_not_kernel
 from specctl.models.llama import Llama
 from specctl.models.llama_decoder import LlamaSession
 from specctl.sampling import SamplingLaw
@@ -128,6 +129,8 @@ def test_unequal_rows_are_refused_by_name() -> None:
 @pytest.mark.parametrize("kind", ["aligned", "medusa"])
 def test_other_precisions_decode_greedily_alike(tiny: Run, dtype: str, kind: str) -> None:
     """Target and draft are cast alike; in one precision greedy text does not depend on the drafter here."""
+    if dtype == "bfloat16" and why_not_kernel(tiny.pair().target.shape, torch.bfloat16, CPU):
+        pytest.skip("torch's operators round passes of another width otherwise, in bfloat16 visibly")
     common = ("--json", "--temperature", "0", "--set", f"runtime.dtype={dtype}", "--drafter")
     texts = [tiny.specctl("generate", *common, name).json["text"] for name in ("none", kind)]
     assert texts[0] == texts[1]
