@@ -250,8 +250,19 @@ def test_narrow_terminal_cuts_no_number() -> None:
 def test_mistakes_are_usage_errors(tiny: Tiny, arguments: tuple[str, ...], says: str) -> None:
     answer = tiny.specctl("generate", *arguments)
     assert answer.code == 2
-    assert says in answer.err and re.search("^specctl: ", answer.err, re.MULTILINE)
+    assert says in answer.err and answer.err.startswith("specctl: ")
     assert answer.out == "" and "Traceback" not in answer.err
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"), [("", "is empty"), ("xyz " * 80, "the context holds 64"), ("\udcff", "not valid UTF-8")]
+)
+def test_a_prompt_that_will_not_do_is_named_before_a_model_is_trained(
+    tiny: Tiny, tmp_path: Path, prompt: str, says: str
+) -> None:
+    fresh = Tiny(tiny.config_path, tmp_path / "fresh")
+    answer = fresh.specctl("generate", "--prompt", prompt)
+    assert answer.code == 2 and says in answer.one_line and not (fresh.run_dir / "target").exists()
 
 
 def test_cuda_without_a_gpu(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
