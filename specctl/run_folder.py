@@ -1,7 +1,8 @@
 """Where a run's files lie: atomic writes, JSON, fingerprints.
 
 Every write goes to a temporary file in the same folder and is renamed once it is on disk, so that a
-reader sees the old file or the new one. Knows nothing about models, text or configs.
+reader sees the old file or the new one; it is done once the new name is on disk too. Knows nothing
+about models, text or configs.
 """
 
 import contextlib
@@ -32,11 +33,26 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        _sync_names(path.parent)
     except OSError as error:
         raise _refused(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _sync_names(folder: Path) -> None:
+    """Have what was renamed in a folder on disk, or a loss of power may bring the old names back."""
+    if os.name == "nt":  # which opens no folders
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what file systems say that cannot
+            raise
+    finally:
+        os.close(handle)
 
 
 def _refused(path: Path, error: OSError) -> SpecctlError:
@@ -122,6 +138,7 @@ def _replace(folder: Path, recipe: dict[str, Any], keep_previous: bool) -> Itera
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         new.rename(folder)
+        _sync_names(folder.parent)
     except OSError as error:
         raise _refused(folder, error) from error
     finally:

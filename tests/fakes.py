@@ -6,8 +6,9 @@ law of a continuation is computed by a path that shares nothing with the decodin
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -246,6 +247,24 @@ class Recording:
     def session(self, batch_size: int = 1) -> Session:
         self.sessions.append(self._wrap(self._model.session(batch_size)))
         return self.sessions[-1]
+
+
+class Clock:
+    """Stands for `perf_counter` in modules of specctl: nothing takes any time but what is slowed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+        self._now = 0.0
+        for module in modules:
+            monkeypatch.setattr(f"specctl.{module}.perf_counter", lambda: self._now)
+
+    def slowed(self, function: Callable[..., Any], seconds: Callable[..., float] | float) -> Callable[..., Any]:
+        """The function, taking so long, or as long as `seconds` says of its arguments."""
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            self._now += seconds(*arguments, **options) if callable(seconds) else seconds
+            return function(*arguments, **options)
+
+        return slow
 
 
 def law_of(

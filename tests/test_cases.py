@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import CPU, Tiny, cycle, llama_shape, random_llama, self_draft
+from fakes import CPU, Clock, Tiny, cycle, llama_shape, random_llama, self_draft
 from tiny_run import Tiny as Run
 
 from specctl.chance import SeededChance
 from specctl.decoding import plain, speculative
 from specctl.errors import SpecctlError
-from specctl.experiments import timing
 from specctl.models.checkpoint import load_checkpoint, save_checkpoint
+from specctl.models.kernel.decoder import why_not_kernel
 from specctl.models.llama import Llama
+from specctl.models.llama_decoder import LlamaSession
 from specctl.sampling import SamplingLaw
 from specctl.stats import collect
 from specctl.stopping import StopRules
@@ -79,16 +80,23 @@ def test_rows_of_padding_are_never_drafted_and_never_emitted(tiny_copy: Run, tmp
 def test_a_copy_of_the_target_accepts_everything_and_pays_for_it(
     tiny_copy: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SELF: acceptance 1, a draft step as dear as a target step, and a speedup that is not hidden."""
-    monkeypatch.setattr(timing, "_TRIALS", 20)  # a ratio of costs is asserted: as many trials as in a real run
+    """SELF: acceptance 1, a draft step as dear as a target step, and a speedup that is not hidden.
+
+    In float64, in which passes over one row and over more give the same p and q but for 1e-15. A pass takes a second,
+    and one that verifies three drafts half a second more.
+    """
+    clock = Clock(monkeypatch, "decoding", "experiments.timing")
+    seconds = lambda session, ids, *_, **__: 1.5 if ids.shape[1] == 4 else 1.0  # noqa: E731
+    monkeypatch.setattr(LlamaSession, "extend", clock.slowed(LlamaSession.extend, seconds))
     copied = f"drafters={{itself: {{path: '{tiny_copy.run_dir / 'target'}'}}}}"
-    by_steps = "runtime.kernel=false"  # the kernel takes all steps of so small a draft in one call, and it pays
-    overrides = [part for override in (copied, "decoding.drafter=itself", by_steps) for part in ("--set", override)]
+    fields = (copied, "decoding.drafter=itself", "runtime.dtype=float64")
+    overrides = [part for override in fields for part in ("--set", override)]
     document = tiny_copy.specctl("break-it", "--json", *overrides).json
     (row,) = [row for row in document["rows"] if row["name"] == "itself"]
     assert row["acceptance_rate"] == 1 and row["expected_acceptance"] == pytest.approx(1, abs=1e-5)
-    assert row["mean_acceptance_length"] > 2.5 and row["cost_ratio"] > 0.3
-    assert row["speedup"] < 3 and row["cause"]
+    assert (row["mean_acceptance_length"], row["cost_ratio"]) == (4.0, 1.0)
+    assert row["speedup"] == pytest.approx(4 / (3 + 1.5))
+    assert row["cause"].startswith("costly draft")
 
 
 def test_itself_as_draft_at_any_temperature() -> None:
@@ -121,6 +129,8 @@ def test_unequal_rows_are_refused_by_name() -> None:
 @pytest.mark.parametrize("kind", ["aligned", "medusa"])
 def test_other_precisions_decode_greedily_alike(tiny: Run, dtype: str, kind: str) -> None:
     """Target and draft are cast alike; in one precision greedy text does not depend on the drafter here."""
+    if dtype == "bfloat16" and why_not_kernel(tiny.pair().target.shape, torch.bfloat16, CPU):
+        pytest.skip("torch's operators round passes of another width otherwise, in bfloat16 visibly")
     common = ("--json", "--temperature", "0", "--set", f"runtime.dtype={dtype}", "--drafter")
     texts = [tiny.specctl("generate", *common, name).json["text"] for name in ("none", kind)]
     assert texts[0] == texts[1]

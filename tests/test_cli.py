@@ -264,6 +264,17 @@ def test_mistakes_are_usage_errors(tiny: Tiny, arguments: tuple[str, ...], says:
     assert answer.out == "" and "Traceback" not in answer.err
 
 
+@pytest.mark.parametrize(
+    ("prompt", "says"), [("", "is empty"), ("xyz " * 80, "the context holds 64"), ("\udcff", "not valid UTF-8")]
+)
+def test_a_prompt_that_will_not_do_is_named_before_a_model_is_trained(
+    tiny: Tiny, tmp_path: Path, prompt: str, says: str
+) -> None:
+    fresh = Tiny(tiny.config_path, tmp_path / "fresh")
+    answer = fresh.specctl("generate", "--prompt", prompt)
+    assert answer.code == 2 and says in answer.one_line and not (fresh.run_dir / "target").exists()
+
+
 def test_cuda_without_a_gpu(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     answer = tiny.specctl("generate", "--set", "runtime.device=cuda")

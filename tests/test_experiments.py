@@ -1,14 +1,13 @@
 """What the experiments conclude follows from what they measured, and each measurement stands alone."""
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any
 
 import pytest
 import torch
-from fakes import FakeModel
+from fakes import Clock, FakeModel
 from safetensors.torch import load_file, save_file
 from tiny_run import Tiny
 from torch import Tensor
@@ -29,7 +28,6 @@ from specctl.experiments.measure import Bench, Variant, speed_of
 from specctl.experiments.pair import Pair
 from specctl.experiments.sweep_k import sweep_k
 from specctl.experiments.workload import EncodedPrompt, workload
-from specctl.models.session import Forward
 from specctl.sampling import SamplingLaw
 from specctl.stats import Stats, collect
 from specctl.stopping import StopRules
@@ -266,36 +264,35 @@ def test_tokens_and_rounds_are_counted_over_all_repeats_and_only_the_clock_by_it
     assert (found.tokens[0], found.rounds[0], found.seconds[0]) == (12, 5, 2.5)
 
 
-BY_STEPS = "runtime.kernel=false"  # each step of a draft is a pass of its own: a copy of the target costs as much
+BY_STEPS = "runtime.kernel=false"  # each step of a draft is a pass of its own
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, pair: Pair, *, target: float, draft: float, rule: float = 0.0) -> None:
+    """Each pass of the target, each pass of another model and each verdict take so long, and nothing else does."""
+    clock, sessions = Clock(monkeypatch, "decoding", "experiments.timing"), type(pair.target.session())
+
+    def seconds(session: Any, *_: Any, **__: Any) -> float:
+        return target if session._decoder is pair.target else draft
+
+    monkeypatch.setattr(sessions, "extend", clock.slowed(sessions.extend, seconds))
+    monkeypatch.setattr(pair, "rule", clock.slowed(token_rule, rule))
 
 
 def test_slow_target_is_reported_as_slow(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = tiny.pair("sweep.num_prompts=1", "sweep.max_new_tokens=4", BY_STEPS)
-    slow_down(monkeypatch, pair)
+    clocked(monkeypatch, pair, target=0.5, draft=0.0)
     bench = Bench(pair, workload(pair).measured)
     bench.run([Variant("none", 0)], 1)
     plain = bench.speed(Variant("none", 0))
-    assert plain.tokens_per_second <= 20.0
-    assert plain.stats.num_new_tokens == 4 and plain.stats.seconds >= 4 * 0.05
+    assert plain.tokens_per_second == 2.0
+    assert plain.stats.num_new_tokens == 4 and plain.stats.seconds == 2.0
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch, pair: Pair, seconds: float = 0.05) -> None:
-    """Each pass of the target, and of no draft, sleeps."""
-    sessions = type(pair.target.session())
-    original: Callable[..., Forward] = sessions.extend
-
-    def sleeping(self: Any, ids: Tensor, num_logits: int | None = None) -> Forward:
-        if self._decoder is pair.target:
-            time.sleep(seconds)
-        return original(self, ids, num_logits)
-
-    monkeypatch.setattr(sessions, "extend", sleeping)
-
-
-def test_a_copy_of_the_target_accepts_all_and_pays_nothing(tiny: Tiny) -> None:
+def test_a_copy_of_the_target_accepts_all_and_pays_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [f"drafters={{self: {{path: '{tiny.run_dir}/target'}}}}", "decoding.drafter=self", BY_STEPS]
     for temperature in (0, 1):
-        pair = tiny.pair(*overrides, f"decoding.temperature={temperature}")
+        pair = tiny.pair(*overrides, "runtime.dtype=float64", f"decoding.temperature={temperature}")
+        clocked(monkeypatch, pair, target=1.0, draft=1.0, rule=1.0)
         result = break_it(pair, list(pair.config.drafters))
         baseline, copy = result.rows
         assert (baseline.name, baseline.speedup, baseline.acceptance_rate, baseline.cause) == (

@@ -1,6 +1,12 @@
 """Files are written whole or not at all, and every refusal names the file."""
 
+import errno
+import os
+import stat
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +39,69 @@ def test_failed_write_leaves_the_old_file_and_no_rest(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What is done on disk, in order: what was synchronised, as (its inode, its size if it is a file), and renames."""
+    done: list[object] = []
+    sync, renames = os.fsync, {name: getattr(os, name) for name in ("rename", "replace")}
+
+    def syncing(handle: int) -> None:
+        found = os.fstat(handle)
+        done.append((found.st_ino, None if stat.S_ISDIR(found.st_mode) else found.st_size))
+        sync(handle)
+
+    def renaming(name: str) -> Callable[..., None]:
+        def rename(*places: Any, **options: Any) -> None:
+            done.append("rename")
+            renames[name](*places, **options)
+
+        return rename
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    for name in renames:
+        monkeypatch.setattr(os, name, renaming(name))
+    return done
+
+
+def test_a_file_is_on_disk_before_its_name_and_its_name_before_the_write_is_done(
+    tmp_path: Path, steps: list[object]
+) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, b"new")
+    assert steps == [(path.stat().st_ino, 3), "rename", (tmp_path.stat().st_ino, None)]
+
+
+def test_a_folder_is_on_disk_before_its_name_and_its_name_before_the_replacement_is_done(
+    tmp_path: Path, steps: list[object]
+) -> None:
+    folder = tmp_path / "thing"
+    for version in range(2):
+        steps.clear()
+        with run_folder.replacing(folder, {"version": version}) as new:
+            write_atomic(new / "file", b"new")
+        inner, outer = (folder.stat().st_ino, None), (tmp_path.stat().st_ino, None)
+        files = [
+            step
+            for name in ("file", run_folder.RECIPE)
+            for step in (((folder / name).stat().st_ino, (folder / name).stat().st_size), "rename", inner)
+        ]
+        assert steps == [*files, *["rename"] * (1 + version), outer]
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_synchronise_folders_may_leave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_refused: bool
+) -> None:
+    def refusing(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    with pytest.raises(SpecctlError, match=r"cannot write .*file: ") if is_refused else nullcontext():
+        write_atomic(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
 
 
 def test_refused_write_names_the_path(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_run import Tiny
-from torch import Tensor
+from torch import Tensor, nn
 
 from specctl import run_folder
 from specctl.config import LossKind, TrainingConfig
@@ -164,6 +165,51 @@ def test_learning_rate_rises_then_falls_to_its_floor() -> None:
     assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(1.0) == rates[10]
     assert rates[100] == pytest.approx(0.1)
     assert all(later < earlier for earlier, later in pairwise(rates[10:]))
+
+
+class Pulled:
+    """A task on a matrix and a vector of one number each, whose gradients are (3, 4) times a size for each step."""
+
+    def __init__(self, sizes: Sequence[float]) -> None:
+        self.module = nn.Linear(1, 1).double()
+        self._sizes = iter(sizes)
+        with torch.no_grad():
+            self.module.weight.fill_(1.0), self.module.bias.fill_(1.0)
+
+    def loss(self, blocks: Tensor) -> Tensor:
+        return next(self._sizes) * (3 * self.module.weight.sum() + 4 * self.module.bias.sum())
+
+    def evaluate(self) -> Evaluation:
+        return Evaluation(score=0.0, figures={}, summary="")
+
+
+def by_hand(config: TrainingConfig, sizes: Sequence[float], *, vector_decay: float = 0.0) -> list[float]:
+    """AdamW (Loshchilov and Hutter 1711.05101, algorithm 2) of the clipped gradients: the matrix, the vector."""
+    found = []
+    for share, decay in ((3.0, config.weight_decay), (4.0, vector_decay)):
+        value, mean, square = 1.0, 0.0, 0.0
+        for step, size in enumerate(sizes):
+            gradient = share * size * min(1.0, config.gradient_clip / (5 * size))  # a norm of 3, 4, 5
+            mean = 0.9 * mean + 0.1 * gradient
+            square = config.beta2 * square + (1 - config.beta2) * gradient**2
+            rate = learning_rate(config, step)
+            value *= 1 - rate * decay
+            corrected = square / (1 - config.beta2 ** (step + 1))
+            value -= rate * mean / (1 - 0.9 ** (step + 1)) / (math.sqrt(corrected) + 1e-8)
+        found.append(value)
+    return found
+
+
+def test_steps_are_those_of_adamw_on_clipped_gradients_with_decay_of_matrices_alone() -> None:
+    sizes = (0.1, 7.0, 0.02, 3.0, 0.5)
+    config = settings(steps=5, learning_rate=0.1, warmup_steps=2, weight_decay=0.5, beta2=0.7, gradient_clip=1.0)
+    task = Pulled(sizes)
+    train(task, "pulled", Blocks(IDS, BLOCK, "train"), config)
+    found = [task.module.weight.item(), task.module.bias.item()]
+    assert found == pytest.approx(by_hand(config, sizes), abs=1e-6)
+    for change in ({"gradient_clip": 1e9}, {"gradient_clip": 2.0}, {"beta2": 0.98}, {"weight_decay": 0.0}):
+        assert by_hand(config.model_copy(update=change), sizes) != pytest.approx(found, abs=1e-3)
+    assert by_hand(config, sizes, vector_decay=0.5) != pytest.approx(found, abs=1e-3)
 
 
 def distance(kind: LossKind, teacher: Llama, student: Llama, blocks: Tensor) -> float:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import CPU, random_llama
+from fakes import CPU, Clock, random_llama
+from torch import Tensor
 
 from specctl.experiments import tuning
 from specctl.experiments.tuning import Tuner
-from specctl.models.llama_decoder import LlamaDecoder
+from specctl.models.llama_decoder import LlamaDecoder, LlamaSession
 
 SIZES = {
     "vocab_size": 32,
@@ -46,6 +47,29 @@ def test_the_faster_number_of_threads_is_kept_and_used_again(tmp_path: Path, mon
     assert again.threads == 2 and tuner.chosen["target"].threads == 2
     again.session().extend(torch.tensor([[1]]))
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest"),
+    [
+        ({(1, 1): 1.0, (1, 5): 3.0, (2, 1): 1.5, (2, 5): 2.0}, 2),  # a plain step alone would choose 1
+        ({(1, 1): 1.0, (1, 5): 2.0, (2, 1): 2.0, (2, 5): 1.5}, 1),  # a verifying pass alone would choose 2
+    ],
+)
+def test_a_plain_step_and_a_verifying_pass_decide_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int], float], fastest: int
+) -> None:
+    """seconds: of a pass, by its threads and tokens."""
+
+    def seconds_of(session: LlamaSession, ids: Tensor) -> float:
+        return seconds.get((session._decoder.threads or 0, ids.shape[1]), 100.0)
+
+    clock = Clock(monkeypatch, "experiments.tuning")
+    monkeypatch.setattr(LlamaSession, "extend", clock.slowed(LlamaSession.extend, seconds_of))
+    monkeypatch.setattr(tuning, "num_cores", lambda: 2)
+    model = decoder()
+    Tuner(tmp_path / "tuning.json", "auto").tune(model)
+    assert model.threads == fastest
 
 
 def test_another_shape_or_setting_is_timed_anew(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`specctl verify`: the exact rules pass, every planted bug is caught by its parts, and p-values mean what they say."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from specctl.experiments.verify.enumeration import CASES, TOLERANCE, distance_to
 from specctl.experiments.verify.greedy import greedy
 from specctl.experiments.verify.planted import BUGS, ENUMERATION, SAMPLING, Bug
 from specctl.experiments.verify.recording import record
-from specctl.experiments.verify.rescore import RescoreFigures, _compare
+from specctl.experiments.verify.rescore import RescoreFigures, _compare, rescore
 from specctl.experiments.verify.sampling_law import Evidence, add_request, judge
 from specctl.experiments.verify.subject import Subject
 from specctl.experiments.verify.toys import ToyDrafter, random_llama, toy, with_law
@@ -223,6 +224,34 @@ def test_a_draft_that_reads_a_window_is_said_to_be_skipped() -> None:
     rescored, sampling = sampled_run(replace(tested, clean=clean, parts=clean), plan(120), RATE)
     assert rescored.holds and rescored.num_skipped_q > 0
     assert sampling.p_value >= RATE
+
+
+def test_rows_off_the_path_are_looked_at_in_one_round_of_24_from_the_last_on() -> None:
+    tested = toy("MARKOV", vocab_size=32)
+    request = record(tested.parts, [0, 1, 2], k=3, seed=0, request=0, num_tokens=200)
+    rejecting = [index for index, r in enumerate(request.rounds) if r.num_accepted < len(r.drafted)]
+    looked_at = rejecting[::-24]
+    assert len(looked_at) > 2
+
+    def rescored(field: str, spoiled: Iterable[int] = ()) -> RescoreFigures:
+        """The rows of p or q after the first rejected draft turned round, in some rounds."""
+        figures, rounds = RescoreFigures(tolerance=tested.tolerance), list(request.rounds)
+        for index in spoiled:
+            rows, first = getattr(rounds[index], field), rounds[index].num_accepted + 1
+            rounds[index] = replace(rounds[index], **{field: torch.cat((rows[:first], rows[first:].flip(1)))})
+        rescore(tested, replace(request, rounds=rounds), figures)
+        return figures
+
+    others = set(rejecting) - set(looked_at)
+    for field in ("p", "q"):
+        counts = {index: len(getattr(r, field)) - r.num_accepted - 1 for index, r in enumerate(request.rounds)}
+        assert any(counts[index] for index in looked_at) and any(counts[index] for index in others)
+        assert rescored(field).holds and rescored(field, others).holds
+        for index in looked_at:
+            assert getattr(rescored(field, [index]), f"num_wrong_{field}") == counts[index]
+    assert rescored("p").num_p == 200 + sum(
+        len(request.rounds[i].p) - request.rounds[i].num_accepted - 1 for i in looked_at
+    )
 
 
 # Greedy: a tie and a bug

@@ -94,8 +94,8 @@ def _generate_one(
 ) -> None:
     from specctl.errors import UsageError
     from specctl.events import Round
+    from specctl.experiments.generate import check_prompt, plain_step_seconds
     from specctl.experiments.generate import generate as run
-    from specctl.experiments.generate import plain_step_seconds
     from specctl.experiments.pair import Pair
     from specctl.experiments.trace import open_trace
     from specctl.report.plots import check_plot
@@ -108,7 +108,9 @@ def _generate_one(
     check_plot(plot)
     rounds: list[Round] = []
     with open_trace(trace) as writer:
-        pair = Pair(artefacts_of(loaded, no_train))
+        artefacts = artefacts_of(loaded, no_train)
+        check_prompt(artefacts)
+        pair = Pair(artefacts)
         tokenizer, text = pair.artefacts.tokenizer, pair.visible_text()
         shown = loaded.decoding.prompt + _BREAK * loaded.chat
         stream = Stream(make_console(), tokenizer, text, shown, show_rounds, quiet=as_json)

@@ -13,6 +13,7 @@ from specctl.experiments.watch import Watch
 from specctl.experiments.workload import encoder_of
 from specctl.stats import Stats
 from specctl.stopping import Stopping, StopRules
+from specctl.training.ensure import Artefacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,25 @@ class Generation:
     logprobs: list[TokenLogprob] | None = None
 
 
+def check_prompt(artefacts: Artefacts) -> None:
+    """Raise for a `decoding.prompt` that will not do, before a target is trained or loaded for it."""
+    config = artefacts.config
+    prompt = _encoded(artefacts, config.decoding.prompt)
+    if config.target.path is None:  # else the model is only loaded, and says what its context is
+        Stopping(StopRules(max_new_tokens=0), len(prompt), config.target.model.max_position_embeddings)
+
+
+def _encoded(artefacts: Artefacts, text: str) -> list[int]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError("the prompt is not valid UTF-8; check the terminal's encoding") from None
+    prompt = encoder_of(artefacts)(text)
+    if not text or not prompt:  # a chat template makes tokens of an empty message
+        raise UsageError("the prompt is empty; give at least one character with --prompt")
+    return prompt
+
+
 def generate(
     pair: Pair,
     on_start: Callable[[], None],
@@ -48,14 +68,7 @@ def generate(
     request: decides the draws, together with the seed; the index of the prompt where there are several.
     """
     decoding = pair.config.decoding
-    text = decoding.prompt if text is None else text
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UsageError("the prompt is not valid UTF-8; check the terminal's encoding") from None
-    prompt = encoder_of(pair.artefacts)(text)
-    if not text or not prompt:  # a chat template makes tokens of an empty message
-        raise UsageError("the prompt is empty; give at least one character with --prompt")
+    prompt = _encoded(pair.artefacts, decoding.prompt if text is None else text)
     k = 0 if decoding.drafter == "none" else decoding.num_speculative_tokens
     stats, token_ids = Stats(), list[int]()
     Stopping(pair.stop_rules(), len(prompt), pair.target.context_length)  # refuses before anything is shown

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.errors import SpecctlError
+from specctl.errors import SpecctlError, UsageError
 from specctl.models.llama import Layer, Llama, rotary_table
 from specctl.models.session import Forward
 
@@ -50,7 +50,23 @@ class CompiledLlama:
 
     @torch.inference_mode()  # as the decoding loops run, or the compiler would start again in them
     def warm_up(self, lengths: Iterable[int]) -> None:
-        """Compile the passes over these numbers of tokens, where they are not; it takes up to minutes."""
+        """Compile the passes over these numbers of tokens, where they are not; it takes up to minutes.
+
+        Raises UsageError where the compiler cannot, such as for want of one of C++.
+        """
+        try:
+            self._warm_up(lengths)
+        except RuntimeError as error:
+            from torch._dynamo.exc import BackendCompilerFailed
+
+            if not isinstance(error, BackendCompilerFailed):
+                raise
+            reason = str(error.inner_exception).strip().partition("\n")[0]
+            raise UsageError(
+                f"runtime.compile: {self.name} cannot be compiled here: {reason}; mend that, or leave it out"
+            ) from error
+
+    def _warm_up(self, lengths: Iterable[int]) -> None:
         session = self.session()
         for length in set(lengths) - self.lengths:
             self.lengths.add(length)

@@ -117,7 +117,8 @@ def train(
 
     The module ends with the best weights among all evaluations, the first of equals. `save` is called
     with the state at every evaluation, and once more where `stop`, asked after each step, ends the
-    training early. (An early end is then evaluated for the report; the state knows nothing of that.)
+    training early; its tensors are those in use, to be written before the next step changes them. (An
+    early end is then evaluated for the report; the state knows nothing of that.)
     Raises NumericalError, naming model and step, when a loss or a score is not finite.
     """
     bar = tqdm(total=config.steps, desc=name, unit="step", disable=not progress, dynamic_ncols=True)

@@ -25,7 +25,7 @@
 
 namespace specctl {
 
-// ---- What Python hands over (decoder.py has the same, field by field) ----
+// ---- What Python hands over (layout.py has the same, field by field) ----
 
 struct Matrix {
     const void *weight;  // [ceil(out / 16), in, 16]
@@ -79,7 +79,7 @@ constexpr int64_t kRows = 6;          // rows of a product at a time: as many as
 constexpr int64_t kTilesWidened = 3;  // so many tiles of rows are worth widening bfloat16 weights once for all
 constexpr int64_t kStretch = 384;     // rows of a block that stay in the nearest cache
 constexpr int64_t kQueries = 16;      // queries of one unit of attention, at most
-constexpr int64_t kBlocksAtOnce = 4;  // blocks of one unit of a product, at most
+constexpr int64_t kBlocksAtOnce = 4;  // blocks that are multiplied with at a time, at most
 
 // ---- Vectors of eight ----
 
@@ -673,7 +673,7 @@ extern "C" int64_t specctl_token_rule(const float *p, const float *q, int64_t is
     return accepted;
 }
 
-// Both return the index of the first id that is not in the vocabulary, or -1 when all is done.
+// A pass and a draw return the index of the first id that is not in the vocabulary, or -1 when all is done.
 
 extern "C" int64_t specctl_pass(const specctl::Model *model, const specctl::Pass *pass) {
     for (int64_t i = 0; i < pass->batch * pass->length; ++i)

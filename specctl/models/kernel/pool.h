@@ -2,7 +2,7 @@
 //
 // A phase is a number of units that are independent of each other; the next one begins when all are done.
 // Units are taken one at a time, so that a core that is slower, or that someone else is using, takes fewer
-// of them, and a helper that is not there at all (asleep, or waiting for a core) is not waited for.
+// of them, and a helper that has taken none (asleep, or waiting for a core) is not waited for.
 #pragma once
 
 #include <atomic>
@@ -36,7 +36,8 @@ class Worker {
 
     void begin(Phase *phases) { phase_ = phases; }
 
-    // Take units until none is left, then wait for those that others took. `prepare` runs once, before the first.
+    // Take units until none is left, then wait for those that others took. `prepare` runs on each thread that takes
+    // any, once, before its first.
     template <class Prepare, class Unit> void share(int64_t units, Prepare prepare, Unit unit) {
         Phase &phase = *phase_++;
         bool prepared = false;
@@ -52,7 +53,7 @@ class Worker {
         }
     }
 
-    // At least `count` floats; what they hold is lost when more are asked for. part: 0 or 1, apart from each other.
+    // At least `count` floats, valid until more of the same part are asked for. part: 0 or 1, apart from each other.
     float *memory(int part, size_t count) {
         std::vector<float> &part_memory = memory_[part];
         if (part_memory.size() < count) part_memory.resize(count);
