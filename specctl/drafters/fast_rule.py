@@ -22,7 +22,9 @@ def fast_token_rule(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
     if kernel is None or not isinstance(proposal, DenseProposal) or not isinstance(chance, SeededChance):
         return token_rule(p, proposal, chance)
     q, ids = proposal.q, proposal.ids
-    if p.shape != q.shape or ids.dtype != torch.int64 or not ids.is_contiguous():
+    if p.shape != q.shape or len(p) != len(ids) + 1:  # the kernel reads as many rows as there are ids, and one more
+        return token_rule(p, proposal, chance)
+    if ids.dtype != torch.int64 or not ids.is_contiguous():
         return token_rule(p, proposal, chance)
     if not all(rows.device.type == "cpu" and rows.dtype == torch.float32 and rows.is_contiguous() for rows in (p, q)):
         return token_rule(p, proposal, chance)
