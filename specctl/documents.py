@@ -87,8 +87,8 @@ def text_files(paths: Sequence[str]) -> list[Path]:
     """Return the files that `paths` stand for, in order, each once.
 
     A path is a file, a folder, in which every .txt, .md, .rst, .py and .jsonl is meant (hidden ones are not), or
-    a pattern (`notes/**/*.md`: ** is any depth, hidden names and links excepted). ~ is the home folder; a relative path is
-    relative to the working directory. Raises UsageError naming a path that does not exist or holds no text.
+    a pattern (`notes/**/*.md`: ** is any depth, hidden names and links excepted). ~ is the home folder; a relative
+    path is relative to the working directory. Raises UsageError naming a path that does not exist or holds no text.
     """
     files: dict[Path, None] = {}
     for given in paths:
