@@ -32,7 +32,7 @@ from specctl.errors import UsageError
 from specctl.hardware import num_cores
 from specctl.models.backend import Module, choose_backend, load_module
 from specctl.models.checkpoint import open_checkpoint, weights_fingerprint
-from specctl.models.hf import find_folder
+from specctl.models.hf_folder import find_folder
 from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads
 from specctl.models.medusa_checkpoint import load_heads
