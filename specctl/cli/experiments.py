@@ -1,5 +1,7 @@
 """The commands that measure: the K sweep and the break-it comparison."""
 
+from typing import TYPE_CHECKING
+
 from specctl.cli.options import (
     AsJson,
     ConfigPath,
@@ -17,9 +19,13 @@ from specctl.cli.options import (
     artefacts_of,
     draw,
     load,
+    narrate,
     progress_bar,
     publish,
 )
+
+if TYPE_CHECKING:
+    from specctl.training.ensure import Artefacts
 
 
 def sweep_k(
@@ -77,7 +83,10 @@ def break_it(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare plain decoding with every drafter at the same K, and say why each pays or does not."""
+    """Compare plain decoding with the run's drafters at the same K, and say why each pays or does not.
+
+    Draft models are trained where the run lacks them; Medusa heads only if they are named.
+    """
     from specctl.experiments.break_it import break_it as run
     from specctl.experiments.break_it import explain_acceptance
     from specctl.experiments.pair import Pair
@@ -92,7 +101,7 @@ def break_it(
         artefacts = artefacts_of(loaded, no_train)
         check_prompts(artefacts)
         pair = Pair(artefacts)
-        names = list(dict.fromkeys(drafters or loaded.drafters))
+        names = list(dict.fromkeys(drafters)) if drafters else _at_hand(artefacts)
         pair.prepare(names, loaded.decoding.num_speculative_tokens)
         with progress_bar("break-it") as progress:
             result = run(pair, names, progress, writer)
@@ -106,3 +115,17 @@ def break_it(
             if explanation := explain_acceptance(row):
                 print(f"  {explanation}")
     draw(loaded, "break-it", plot, lambda: break_it_figure(result))
+
+
+def _at_hand(artefacts: "Artefacts") -> list[str]:
+    """The run's drafters but for heads that are not trained, which are named; all where there are no others."""
+    names = list(artefacts.config.drafters)
+    left_out = [name for name in names if artefacts.lacks_heads(name)]
+    if not left_out or left_out == names:
+        return names
+    flags = " ".join(f"--drafter {name}" for name in left_out)
+    narrate(
+        f"{', '.join(left_out)}: left out, since training heads takes minutes; {flags} compares with them, and so does "
+        "every break-it after specctl train-medusa"
+    )
+    return [name for name in names if name not in left_out]

@@ -317,6 +317,13 @@ class Artefacts:
             return False
         return not self._source(name).path and (self.model_folder(name) / REPORT).is_file()
 
+    def lacks_heads(self, name: str) -> bool:
+        """Whether a drafter is Medusa heads that would have to be trained, for minutes, before it could draft."""
+        source = self.drafter_config(name)
+        if not isinstance(source, MedusaConfig) or source.path:
+            return False
+        return not self._keeper.is_current(self.model_folder(name), self._recipe(name, source))
+
     def was_trained(self, name: str) -> bool:
         """Whether this object trained it, rather than found it."""
         return name in self._trained
