@@ -16,6 +16,7 @@ from specctl.cli.options import (
     Seed,
     Temperature,
     TraceFile,
+    Wide,
     artefacts_of,
     draw,
     load,
@@ -39,6 +40,7 @@ def sweep_k(
     trace: TraceFile = None,
     no_train: NoTrain = False,
     overrides: Overrides = None,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure the speed of every K beside plain decoding and theory, and name the best."""
@@ -46,8 +48,9 @@ def sweep_k(
     from specctl.experiments.sweep_k import sweep_k as run
     from specctl.experiments.trace import open_trace
     from specctl.experiments.workload import check_prompts
+    from specctl.report.layout import make_console, print_tables
     from specctl.report.plots import check_plot, sweep_figure
-    from specctl.report.tables import make_console, print_tables, sweep_categories, sweep_table
+    from specctl.report.tables import sweep_categories, sweep_table
 
     flags = {"drafter": drafter, "prompts": prompts, "temperature": temperature, "rule": rule, "seed": seed}
     loaded = load(config, overrides, **flags)
@@ -62,7 +65,7 @@ def sweep_k(
         with progress_bar("sweep-k") as progress:
             result = run(pair, loaded.decoding.drafter, progress, writer)
     if not publish(pair, "sweep-k", result, as_json):
-        print_tables(make_console(), sweep_table(result), sweep_categories(result))
+        print_tables(make_console(), sweep_table(result), sweep_categories(result), wide=wide)
         if result.note:
             print(result.note)
         print(f"Best K = {result.best_k}. {result.reason}")
@@ -81,6 +84,7 @@ def break_it(
     trace: TraceFile = None,
     no_train: NoTrain = False,
     overrides: Overrides = None,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare plain decoding with the run's drafters at the same K, and say why each pays or does not.
@@ -92,8 +96,9 @@ def break_it(
     from specctl.experiments.pair import Pair
     from specctl.experiments.trace import open_trace
     from specctl.experiments.workload import check_prompts
+    from specctl.report.layout import make_console, print_tables
     from specctl.report.plots import break_it_figure, check_plot
-    from specctl.report.tables import break_it_categories, break_it_table, make_console, print_tables
+    from specctl.report.tables import break_it_categories, break_it_table
 
     loaded = load(config, overrides, k=k, prompts=prompts, temperature=temperature, rule=rule, seed=seed)
     check_plot(plot)
@@ -106,7 +111,7 @@ def break_it(
         with progress_bar("break-it") as progress:
             result = run(pair, names, progress, writer)
     if not publish(pair, "break-it", result, as_json):
-        print_tables(make_console(), break_it_table(result), break_it_categories(result))
+        print_tables(make_console(), break_it_table(result), break_it_categories(result), wide=wide)
         if result.note:
             print(result.note)
         for row in result.rows:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from specctl.cli.options import AsJson, ConfigPath, Overrides, load, narrate
+from specctl.cli.options import AsJson, ConfigPath, Overrides, Wide, load, narrate
 
 TargetPath = Annotated[
     str | None, typer.Argument(metavar="[TARGET]", help="A model's folder or hub id; the run's if not given.")
@@ -19,6 +19,7 @@ def inspect(
     draft: DraftPath = None,
     config: ConfigPath = None,
     overrides: Overrides = None,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what models are and whether each draft can speculate with the target; exit code 3 if one cannot."""
@@ -46,9 +47,9 @@ def inspect(
 
         print(to_text({"schema_version": SCHEMA_VERSION, **asdict(found)}))
     else:
-        from specctl.report.tables import make_console, print_tables
+        from specctl.report.layout import make_console, print_tables
 
-        print_tables(make_console(), models_table(found))
+        print_tables(make_console(), models_table(found), wide=wide)
         for pair in found.pairs:
             print(pair_line(pair))
     if not found.can_speculate:
