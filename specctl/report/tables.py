@@ -188,7 +188,7 @@ def generations_table(result: Generations) -> Sheet[Totals]:
             Column("prompts", lambda row: f"{row.num_prompts:,}"),
             Column("tokens", lambda row: f"{row.num_new_tokens:,}"),
             *(_SPEED, _LENGTH, _ACCEPTED),
-            Column("end to\nend", lambda row: _whole(row.end_to_end_tokens_per_second)),
+            Column("end to end", lambda row: _whole(row.end_to_end_tokens_per_second)),
         ),
         rows=[*result.by_category, result.total],
     )
