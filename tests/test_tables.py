@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -315,6 +316,12 @@ def test_long_names_cost_columns_and_fold_at_last(columns: int, length: int) -> 
     )
     assert name in rows
     assert len(left_out(shown)) > len(left_out(on_terminal(break_it_table(break_it("baseline")), columns)))
+
+
+def test_a_long_architecture_is_left_out() -> None:
+    odd = replace(INSPECTION, models=[replace(model, architecture="A" * 70) for model in INSPECTION.models])
+    shown = on_terminal(models_table(odd), 60)
+    assert max(map(len, shown.splitlines())) <= 60 and "70,553,706,496" in shown and "architecture" in left_out(shown)
 
 
 def test_names_are_shown_as_they_are() -> None:

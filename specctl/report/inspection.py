@@ -14,7 +14,7 @@ def models_table(inspection: Inspection) -> Sheet[ModelFacts]:
         title="Models",
         columns=(
             Column("model", lambda model: model.name, key=True, text=True),
-            Column("architecture", lambda model: model.architecture.removesuffix("ForCausalLM"), text=True),
+            Column("architecture", lambda model: model.architecture.removesuffix("ForCausalLM"), rank=1, text=True),
             Column("parameters", lambda model: f"{model.num_parameters:,}"),
             Column(f"in\n{inspection.run_dtype}", lambda model: _size(model.bytes_in_run)),
             Column("KV a\ntoken", lambda model: _size(model.kv_bytes_per_token)),

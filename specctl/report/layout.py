@@ -131,8 +131,8 @@ def _fitting(columns: Sequence[_Filled], room: int) -> list[_Filled]:
     """The most important columns that fit: all keys, and one more in any case."""
     shown = list(columns)
     while _width(shown) > room:
-        spare = [at for at, each in enumerate(shown) if not each.column.key][1:]
-        if not spare:
+        spare = [at for at, each in enumerate(shown) if not each.column.key]
+        if len(spare) < 2:
             break
         del shown[max(spare, key=lambda at: (shown[at].column.rank, at))]
     return shown
