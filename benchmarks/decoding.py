@@ -22,9 +22,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.cacheless import Cacheless
 from benchmarks.contenders import Contender, Decode, Measured, Run, interleave
@@ -39,6 +36,7 @@ from specctl.experiments.pair import Pair
 from specctl.experiments.timing import measure_costs
 from specctl.experiments.workload import workload
 from specctl.hardware import describe_hardware, describe_versions
+from specctl.report.layout import Column, Sheet, make_console, print_tables
 from specctl.stats import collect
 from specctl.stopping import StopRules
 from specctl.training.ensure import Artefacts
@@ -221,22 +219,20 @@ def parts_of(pair: Pair, drafter: str, limit: Limit, plain: Measured) -> dict[st
 
 def print_result(result: dict[str, Any]) -> None:
     """The table, on stderr."""
-    table = Table(title=f"{result['new_tokens']} new tokens, {result['num_prompts']} prompts", box=box.SQUARE)
-    table.add_column("temperature", justify="right")
-    table.add_column("decoding")
-    for name in ("tokens/s", "over plain", "tokens/pass", "accepted", "text of plain"):
-        table.add_column(name, justify="right")
-    for row in result["rows"]:
-        table.add_row(
-            f"{row['temperature']:g}",
-            row["name"],
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f}x",
-            _or_dash(row["tokens_per_pass"], "{:.2f}"),
-            _or_dash(row["acceptance_rate"], "{:.0%}"),
-            _or_dash(row["same_text"], "{:.0%}"),
-        )
-    Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(table)
+    table: Sheet[dict[str, Any]] = Sheet(
+        title=f"{result['new_tokens']} new tokens, {result['num_prompts']} prompts",
+        columns=(
+            Column("T", lambda row: f"{row['temperature']:g}", key=True),
+            Column("decoding", lambda row: row["name"], key=True, text=True),
+            Column("tokens/s", lambda row: f"{row['tokens_per_second']:.0f}"),
+            Column("over\nplain", lambda row: f"{row['speedup']:.2f}x"),
+            Column("tokens/\npass", lambda row: _or_dash(row["tokens_per_pass"], "{:.2f}")),
+            Column("accepted", lambda row: _or_dash(row["acceptance_rate"], "{:.0%}")),
+            Column("text of\nplain", lambda row: _or_dash(row["same_text"], "{:.0%}")),
+        ),
+        rows=result["rows"],
+    )
+    print_tables(make_console(stderr=True), table, wide=True)
     if "limit" in result:
         limit, costs = result["limit"], result["verify_cost"]
         print(

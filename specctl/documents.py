@@ -87,19 +87,21 @@ def text_files(paths: Sequence[str]) -> list[Path]:
     """Return the files that `paths` stand for, in order, each once.
 
     A path is a file, a folder, in which every .txt, .md, .rst, .py and .jsonl is meant (hidden ones are not), or
-    a pattern (`notes/**/*.md`: ** is any depth, hidden names excepted). ~ is the home folder; a relative path is
-    relative to the working directory. Raises UsageError naming a path that does not exist or holds no text.
+    a pattern (`notes/**/*.md`: ** is any depth, hidden names and links excepted). ~ is the home folder; a relative
+    path is relative to the working directory. Raises UsageError naming a path that does not exist or holds no text.
     """
     files: dict[Path, None] = {}
     for given in paths:
         path = Path(given).expanduser()
         if path.is_dir():
-            found, nothing = _inside(path), f"folder {path} holds no text files ({', '.join(TEXT_SUFFIXES)})"
+            found, nothing = _inside(path, set()), f"folder {path} holds no text files ({', '.join(TEXT_SUFFIXES)})"
         elif path.exists():
             found, nothing = _single(path), ""
         elif glob.has_magic(given):
-            matches = sorted(_matches(Path(path.anchor), path.relative_to(path.anchor).parts))
-            found = [file for match in matches for file in (_inside(match) if match.is_dir() else _single(match))]
+            walked: set[str] = set()
+            found = []
+            for match in _matches(Path(path.anchor), path.relative_to(path.anchor).parts):
+                found += _inside(match, walked) if match.is_dir() else _single(match)
             nothing = f"corpus pattern {given} matches no text file"
         else:
             found, nothing = [], f"corpus path {path} does not exist"
@@ -109,31 +111,47 @@ def text_files(paths: Sequence[str]) -> list[Path]:
     return list(files)
 
 
-def _matches(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """What lies below a folder by the parts of a pattern, as `glob` has it, but that ** follows no links: they may
-    go round in circles."""
-    if not parts:
-        yield folder
-        return
-    first, rest = parts[0], parts[1:]
-    if not glob.has_magic(first):
-        if (folder / first).exists():
-            yield from _matches(folder / first, rest)
-        return
+def _matches(root: Path, parts: Sequence[str]) -> list[Path]:
+    """What lies below a folder by the parts of a pattern, as `glob` has it, in order of the names.
+
+    Links may go round in circles: ** follows none, and a folder that others lead to is gone on from once.
+    """
+    found = [root]
+    for part in (*parts, "*") if parts[-1] == "**" else parts:
+        folders = _distinct(found)
+        if part == "**":
+            found = [below for folder in folders for below in _folders_below(folder)]
+        elif glob.has_magic(part):
+            found = [folder / name for folder in folders for name in _names(folder, part)]
+        else:
+            found = [folder / part for folder in folders if (folder / part).exists()]
+    return sorted(found)
+
+
+def _distinct(paths: Iterable[Path]) -> list[Path]:
+    """Each file or folder once, under the first of its names."""
+    found: dict[str, Path] = {}
+    for path in sorted(paths):
+        found.setdefault(os.path.realpath(path), path)
+    return list(found.values())
+
+
+def _folders_below(folder: Path) -> Iterator[Path]:
+    """A folder and all in it that are no links and not hidden; none for what is no folder or may not be read."""
+    for parent, subfolders, _ in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        yield Path(parent)
+
+
+def _names(folder: Path, part: str) -> list[str]:
+    """The names in a folder that match a part of a pattern; none for what is no folder or may not be read."""
     try:
-        with os.scandir(folder) as entries:
-            found = [entry for entry in entries if first.startswith(".") or not entry.name.startswith(".")]
-    except OSError:  # no folder, or none that may be read
-        return
-    if first == "**":
-        yield from _matches(folder, rest or ("*",))
-        for entry in found:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _matches(folder / entry.name, parts)
-        return
-    for entry in found:
-        if fnmatch.fnmatchcase(entry.name, first):
-            yield from _matches(folder / entry.name, rest)
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return [
+        name for name in names if fnmatch.fnmatchcase(name, part) and (part.startswith(".") or not name.startswith("."))
+    ]
 
 
 def _single(path: Path) -> list[Path]:
@@ -142,14 +160,21 @@ def _single(path: Path) -> list[Path]:
     return [path.resolve()]
 
 
-def _inside(folder: Path) -> list[Path]:
-    """Return the text files below a folder, sorted by the names that they have there, without what is hidden."""
+def _inside(folder: Path, walked: set[str]) -> list[Path]:
+    """Return the text files below a folder, sorted by the names that they have there, without what is hidden.
+
+    walked: real paths of the folders that are known by now; they are left out, and what is walked here is added.
+    """
 
     def refuse(error: OSError) -> None:
         raise UsageError(f"cannot read folder {error.filename}: {error.strerror or error}") from error
 
     found = []
     for parent, subfolders, names in os.walk(folder.resolve(), onerror=refuse):
+        if parent in walked:
+            subfolders.clear()
+            continue
+        walked.add(parent)
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         found += [Path(parent, name) for name in names if not name.startswith(".")]
     texts = sorted(path for path in found if path.suffix.lower() in TEXT_SUFFIXES and path.is_file())

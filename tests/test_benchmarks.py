@@ -29,7 +29,7 @@ def result_of(capsys: pytest.CaptureFixture[str], tiny: Tiny, *arguments: str) -
     decoding.main(["--config", str(tiny.config_path), "--set", f"run_dir={tiny.run_dir}", *arguments])
     captured = capsys.readouterr()
     result: dict[str, Any] = json.loads(captured.out)
-    assert "tokens/pass" in captured.err
+    assert "text of" in captured.err and "--wide" not in captured.err
     return result
 
 

@@ -6,17 +6,13 @@ import re
 import shlex
 import subprocess
 import sys
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tiny_run import Answer, Tiny, specctl
 
 from specctl import __version__, cli
-from specctl.experiments.sweep_k import Sweep, SweepRow
-from specctl.report.tables import print_table, sweep_table
 from specctl.tokenizer import Tokenizer
 
 COMMON = {"schema_version", "config", "seed", "hardware", "tuning", "versions"}
@@ -207,34 +203,6 @@ def test_pipe_has_no_escape_codes_and_no_cut_numbers(tiny: Tiny) -> None:
         cells = [f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}x", f"{row['predicted_speedup']:.2f}x"]
         assert any(all(re.search(rf"(?<![\d.]){re.escape(cell)}(?![\d.])", line) for cell in cells) for line in lines)
     assert " ".join(" ".join(lines).split()).endswith(" ".join(stored["conclusions"]))
-
-
-def test_narrow_terminal_cuts_no_number() -> None:
-    row = SweepRow(
-        k=12,
-        tokens_per_second=123456.0,
-        spread=4321.0,
-        speedup=12.34,
-        predicted_speedup=56.78,
-        acceptance_rate=0.87,
-        mean_acceptance_length=9.87,
-    )
-    sweep = Sweep(
-        drafter="distilled",
-        temperature=1.0,
-        rows=[row],
-        best_k=12,
-        cost_ratio=0.1,
-        verify_cost={1: 1.0},
-        overhead={},
-        conditional_acceptance=[],
-    )
-    for width in (30, 40, 60, 100):
-        file = StringIO()
-        print_table(Console(file=file, force_terminal=True, width=width, color_system=None), sweep_table(sweep))
-        shown = file.getvalue()
-        for cell in ("123456", "4321", "12.34x", "56.78x", "87%", "9.87", "best"):
-            assert cell in shown, (width, shown)
 
 
 # Mistakes

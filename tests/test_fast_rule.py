@@ -158,3 +158,20 @@ def test_everything_else_is_left_to_the_rule_of_torch() -> None:
     point = PointProposal(torch.tensor([1]), 3)
     assert fast_token_rule(p.float(), point, Fixed([0.29, 0.5])).num_accepted == 1
     assert fast_token_rule(p.float(), point, Fixed([0.31, 0.5])).num_accepted == 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_rows_that_do_not_go_with_the_ids_are_left_to_the_rule_of_torch(num_rows: int) -> None:
+    """The kernel would read beyond the rows that there are, or close with another than the last."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = (rows(generator, num_rows, 4, 1.0) for _ in range(2))
+    q[-1] = 0
+    answers = []
+    for rule in (token_rule, fast_token_rule):
+        proposal = DenseProposal(torch.tensor([1, 2, 3]), q)
+        try:
+            verdict = rule(p, proposal, Fixed([0.0, 0.0, 0.0, 0.5]))
+            answers.append((int(verdict.num_accepted), int(verdict.closing)))
+        except (RuntimeError, ValueError) as error:
+            answers.append((str(error), 0))
+    assert answers[0] == answers[1]

@@ -24,7 +24,8 @@ from specctl.experiments.verify import verdict
 from specctl.experiments.verify.enumeration import CASES
 from specctl.models import hf
 from specctl.models.backend import NATIVE, choose_backend, writer
-from specctl.models.hf import HFModel, HFModule, find_folder, load_module
+from specctl.models.hf import HFModel, HFModule, load_module
+from specctl.models.hf_folder import find_folder
 from specctl.tokenizer import Tokenizer
 from specctl.training import generated_text
 from specctl.training.ensure import Artefacts

@@ -1,21 +1,30 @@
 """`specctl inspect`: what it says of models and pairs, from headers alone, and how it refuses what is no model."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fakes import llama_shape, random_llama
+from safetensors.torch import save_file
 from tiny_run import Tiny, specctl
 
+from specctl.config import RuntimeConfig
+from specctl.errors import UsageError
 from specctl.experiments.inspect import Source, inspect
+from specctl.models.backend import decoder
 from specctl.models.checkpoint import save_checkpoint
 from specctl.models.llama import Llama
+from specctl.models.medusa import MedusaHeads, MedusaShape
+from specctl.models.medusa_checkpoint import load_heads, save_heads
 from specctl.report.inspection import _size
 from specctl.tokenizer import Tokenizer
 
+ON_CPU = RuntimeConfig(device="cpu")
 CODE = ["def read_file(path):\n    with open(path) as file:\n        return file.read()\n" * 20]
 PROSE = ["The quick brown fox jumps over the lazy dog, and of course it was there.\n" * 20]
 
@@ -34,7 +43,7 @@ def tokenizer() -> Tokenizer:
 
 def pair(target: Path, draft: Path, intersection: bool = False) -> Any:
     sources = [Source(name="target", folder=target), Source(name="draft", folder=draft, intersection=intersection)]
-    (found,) = inspect(sources, "float32").pairs
+    (found,) = inspect(sources, ON_CPU).pairs
     return found
 
 
@@ -47,7 +56,7 @@ def reword(path: Path, **fields: object) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_facts_are_those_of_the_module(tokenizer: Tokenizer, tmp_path: Path, tied: bool) -> None:
     module = write_model(tmp_path, tokenizer, 320, tie_word_embeddings=tied)
-    (facts,) = inspect([Source(name="target", folder=tmp_path)], "bfloat16").models
+    (facts,) = inspect([Source(name="target", folder=tmp_path)], RuntimeConfig(dtype="bfloat16", device="cpu")).models
     assert facts.num_parameters == module.num_parameters and facts.architecture == "LlamaForCausalLM"
     assert facts.bytes_in_run == 2 * module.num_parameters and facts.dtype == "float32"
     assert facts.bytes_on_disk == (tmp_path / "model.safetensors").stat().st_size > 4 * module.num_parameters
@@ -61,7 +70,7 @@ def test_an_output_matrix_that_is_tied_counts_once(tokenizer: Tokenizer, tmp_pat
     """Some folders hold it nevertheless."""
     module = write_model(tmp_path, tokenizer, tie_word_embeddings=False)
     reword(tmp_path / "config.json", tie_word_embeddings=True)
-    (facts,) = inspect([Source(name="target", folder=tmp_path)], "float32").models
+    (facts,) = inspect([Source(name="target", folder=tmp_path)], ON_CPU).models
     assert facts.num_parameters == module.num_parameters - module.lm_head.weight.numel()
 
 
@@ -84,9 +93,72 @@ def test_no_weight_is_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """140 GB in two shards, of which the disk holds the headers alone."""
     write_model(tmp_path, tokenizer)
     write_shards(tmp_path, 2, 70 * 2**30)
-    (facts,) = inspect([Source(name="target", folder=tmp_path)], "float32").models
+    (facts,) = inspect([Source(name="target", folder=tmp_path)], ON_CPU).models
     assert facts.num_parameters == 70 * 2**30 and facts.dtype == "bfloat16"
     assert facts.bytes_in_run == 4 * facts.num_parameters and facts.bytes_on_disk > 140 * 2**30
+
+
+# What a cache is held in
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("kernel", ["auto", False])
+@pytest.mark.parametrize("head_dim", [4, 16])  # the kernel takes 16
+def test_a_cache_is_counted_in_what_the_session_holds(
+    tokenizer: Tokenizer, tmp_path: Path, dtype: Any, kernel: Any, head_dim: int
+) -> None:
+    sizes = {"intermediate_size": 16, "head_dim": head_dim}
+    module = write_model(tmp_path, tokenizer, **sizes)
+    runtime = RuntimeConfig(device="cpu", dtype=dtype, kernel=kernel)
+    session: Any = decoder(module, "target", dtype=getattr(torch, dtype), device=torch.device("cpu"), kernel=kernel)
+    storage = session.session()._cache.storage  # [L, 2, B, Hkv, S, Hd]
+    (facts,) = inspect([Source(name="target", folder=tmp_path)], runtime).models
+    assert facts.kv_dtype == str(storage.dtype).removeprefix("torch.")
+    assert facts.kv_bytes_per_token == storage.nbytes // storage.shape[4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "held_in"),
+    [
+        ({}, "float32"),
+        ({"device": "cpu", "kernel": True}, "float32"),
+        ({"kernel": False}, "bfloat16"),
+        ({"compile": True}, "bfloat16"),
+        ({"backend": "transformers"}, "bfloat16"),
+        ({"device": "cuda"}, "bfloat16"),
+        ({"dtype": "float64"}, "float64"),
+    ],
+)
+def test_the_engine_that_would_run_decides(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], held_in: str
+) -> None:
+    """On a machine with a compiler and without a GPU; nothing is built."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("specctl.models.kernel.library.is_built", lambda: False)
+    monkeypatch.setattr("specctl.models.kernel.library.load", lambda: pytest.fail("the kernel was built"))
+    write_model(tmp_path, tokenizer, intermediate_size=16, head_dim=16)
+    runtime = RuntimeConfig(**{"dtype": "bfloat16", **fields})
+    (facts,) = inspect([Source(name="target", folder=tmp_path)], runtime).models
+    assert facts.kv_dtype == held_in
+    assert facts.kv_bytes_per_token == 2 * 2 * 16 * {"float32": 4, "bfloat16": 2, "float64": 8}[held_in]
+    reword(tmp_path / "config.json", model_type="gpt_neox")
+    (facts,) = inspect([Source(name="target", folder=tmp_path)], runtime).models
+    assert facts.kv_dtype == runtime.dtype  # behind transformers
+
+
+def test_without_a_compiler_a_cache_is_in_the_runs_dtype(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    write_model(tmp_path, tokenizer, intermediate_size=16, head_dim=16)
+    answer = specctl(
+        "inspect", str(tmp_path), "--json", "--set", "runtime.dtype=bfloat16", "--set", "runtime.device=cpu"
+    )
+    (facts,) = answer.json["models"]
+    assert facts["kv_dtype"] == "bfloat16" and facts["kv_bytes_per_token"] == 2 * 2 * 16 * 2
+
+
+# Other families
 
 
 def test_other_architectures_by_their_own_names(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -100,7 +172,7 @@ def test_other_architectures_by_their_own_names(tokenizer: Tokenizer, tmp_path: 
         ({"architectures": ["A"], "vocab_size": 300, "text_config": gpt2}, 2 * 12 * 768 * 4, 1024),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        (facts,) = inspect([Source(name="target", folder=tmp_path)], "float32").models
+        (facts,) = inspect([Source(name="target", folder=tmp_path)], ON_CPU).models
         assert (facts.kv_bytes_per_token, facts.context_length) == (kv, context)
         assert facts.architecture == ("A" if "architectures" in config else config["model_type"])
 
@@ -142,6 +214,108 @@ def test_what_can_never_speculate(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert not words.can_speculate and "share no token" in words.reason
 
 
+# Medusa heads
+
+
+def write_heads(folder: Path, target: Llama, kind: str, num_shards: int = 1) -> MedusaHeads:
+    """Heads of a layout ("engine", or "original" as their repository wrote them), in one file or in shards."""
+    shape = target.shape
+    heads = MedusaHeads(MedusaShape(num_heads=3, num_hidden_layers=1, hidden_size=8, vocab_size=shape.vocab_size))
+    save_heads(heads, folder, target)
+    weights = dict(heads.state_dict())
+    single = "model.safetensors"
+    if kind == "original":
+        (folder / single).unlink()
+        single = "medusa_lm_head.safetensors"
+        weights = {
+            f"{name.split('.')[1]}." + ("0.linear.weight" if name.startswith("blocks") else "1.weight"): weight
+            for name, weight in weights.items()
+        }
+        (folder / "config.json").write_text('{"medusa_num_heads": 3, "medusa_num_layers": 1}')
+    if num_shards == 1:
+        save_file(weights, folder / single)
+        return heads
+    (folder / single).unlink(missing_ok=True)
+    places = {name: f"part-{at % num_shards}.safetensors" for at, name in enumerate(weights)}
+    for file in set(places.values()):
+        save_file({name: weights[name] for name, place in places.items() if place == file}, folder / file)
+    (folder / f"{single}.index.json").write_text(json.dumps({"weight_map": places}))
+    return heads
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("kind", ["engine", "original"])
+def test_heads_of_either_layout_whole_or_in_shards(
+    tokenizer: Tokenizer, tmp_path: Path, kind: str, num_shards: int
+) -> None:
+    target = write_model(tmp_path / "target", tokenizer)
+    heads = write_heads(tmp_path / "heads", target, kind, num_shards)
+    loaded = load_heads(tmp_path / "heads", target)
+    hidden = torch.randn(4, 8)
+    assert torch.equal(loaded(hidden), heads(hidden))
+    sources = [Source(name="target", folder=tmp_path / "target"), Source(name="draft", folder=tmp_path / "heads")]
+    found = inspect(sources, ON_CPU)
+    facts = found.models[1]
+    assert facts.num_parameters == sum(weight.numel() for weight in heads.parameters())
+    assert (facts.num_rows, facts.num_entries, facts.hidden_size) == (300, 300, 8)
+    assert facts.kv_bytes_per_token is facts.kv_dtype is None and facts.architecture == "MedusaModel"
+    assert found.can_speculate and found.pairs[0].reason == "heads on its hidden states, 8 wide"
+    write_model(tmp_path / "target", tokenizer, 320)
+    refused = inspect(sources, ON_CPU)
+    assert not refused.can_speculate and "8 wide with 300 vocabulary rows, where the target has 8 and 320" in (
+        refused.pairs[0].reason
+    )
+
+
+@pytest.mark.parametrize("kind", ["engine", "original"])
+def test_a_missing_shard_of_heads_is_one_line(tokenizer: Tokenizer, tmp_path: Path, kind: str) -> None:
+    target = write_model(tmp_path / "target", tokenizer)
+    write_heads(tmp_path / "heads", target, kind, 2)
+    (tmp_path / "heads" / "part-1.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"index\.json names part-1\.safetensors, which is missing"):
+        load_heads(tmp_path / "heads", target)
+    answer = specctl("inspect", str(tmp_path / "target"), str(tmp_path / "heads"))
+    assert answer.code == 2 and "lacks part-1.safetensors" in answer.one_line
+
+
+def test_heads_are_no_target(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_heads(tmp_path / "heads", write_model(tmp_path / "target", tokenizer), "engine")
+    answer = specctl("inspect", str(tmp_path / "heads"))
+    assert answer.code == 2 and "holds Medusa heads; give their target first" in answer.one_line
+
+
+# Hub ids
+
+
+def cached(cache: Path, model: Path, name: str) -> None:
+    """Lay a model into the hub's local cache, as a download would have."""
+    place = cache / f"models--{name.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(model, place / "snapshots" / ("0" * 40))
+
+
+def test_hub_ids_are_found_in_the_cache_without_a_network(
+    tiny: Tiny, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write_model(tmp_path / "target", tokenizer, 320)
+    write_model(tmp_path / "draft", tokenizer)
+    cached(tmp_path / "cache", tmp_path / "target", "someone/target")
+    cached(tmp_path / "cache", tmp_path / "draft", "someone/draft.small")
+    answer = specctl("inspect", "someone/target", "someone/draft.small", "--json")
+    assert answer.code == 0 and answer.json["can_speculate"]
+    assert [model["num_rows"] for model in answer.json["models"]] == [320, 300]
+    run = ("target.path=someone/target", "drafters.distilled={path: someone/draft.small}")
+    answer = tiny.specctl("inspect", "--json", *(part for each in run for part in ("--set", each)))
+    rows = {model["name"]: model["num_rows"] for model in answer.json["models"]}
+    assert (rows["target"], rows["distilled"]) == (320, 300)
+    answer = specctl("inspect", "someone/nothing")
+    assert answer.code in (1, 2) and "someone/nothing is no folder here" in answer.one_line
+
+
 # The command
 
 
@@ -151,7 +325,7 @@ def test_a_table_a_sentence_and_an_exit_code(tokenizer: Tokenizer, tmp_path: Pat
     write_model(tmp_path / "other", Tokenizer.train(PROSE, 290))
     target = str(tmp_path / "target é")
     alone = specctl("inspect", target)
-    assert alone.code == 0 and "LlamaForCausalLM" in alone.out and "speculate" not in alone.out
+    assert alone.code == 0 and " Llama " in alone.out and "speculate" not in alone.out
     fits = specctl("inspect", target, str(tmp_path / "draft"))
     assert fits.code == 0 and "draft: can speculate with the target: the same tokenizer, padded" in fits.out
     refused = specctl("inspect", target, str(tmp_path / "other"))
@@ -166,8 +340,10 @@ def test_a_table_a_sentence_and_an_exit_code(tokenizer: Tokenizer, tmp_path: Pat
 def test_the_models_of_a_run_file(tiny_copy: Tiny, tokenizer: Tokenizer, tmp_path: Path) -> None:
     answer = tiny_copy.specctl("inspect", "--json")
     assert answer.code == 0
-    assert [model["name"] for model in answer.json["models"]] == ["target", "aligned", "distilled", "mismatched"]
-    assert all(each["reason"] == "the same tokenizer" for each in answer.json["pairs"])
+    names = ["target", "aligned", "distilled", "mismatched", "medusa"]
+    assert [model["name"] for model in answer.json["models"]] == names
+    reasons = [each["reason"] for each in answer.json["pairs"]]
+    assert reasons == ["the same tokenizer"] * 3 + ["heads on its hidden states, 64 wide"]
     write_model(tmp_path / "other", Tokenizer.train(PROSE, 290))
     more = (
         "--set",

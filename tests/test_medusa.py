@@ -10,6 +10,7 @@ import torch
 from fakes import CPU, Tiny, enumerated_law, law_of, max_error, random_llama
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2
+from tiny_run import Answer
 from tiny_run import Tiny as Run
 from torch import Tensor
 
@@ -496,7 +497,7 @@ def test_training_reports_each_head(tiny: Run) -> None:
     scores = [point["figures"]["expected_acceptance_length"] for point in report["curve"]]
     assert report["figures"]["expected_acceptance_length"] == max(scores)
     answer = tiny.specctl("train-medusa")
-    assert "already trained" in answer.err and "Medusa heads" in answer.out and "tokens/pass" in answer.out
+    assert "already trained" in answer.err and "Medusa heads" in answer.out and "top-5" in answer.out
     assert (tiny.run_dir / "drafters" / "medusa" / "model.safetensors").is_file()
 
 
@@ -583,3 +584,42 @@ def test_what_the_target_writes_has_its_law() -> None:
     expected = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64) * counts.sum()
     assert counts.sum() == 9 * 200 * 12
     assert float(((counts - expected) ** 2 / expected).sum()) < chi2.isf(1e-6, 3)
+
+
+# What break-it compares unasked
+
+
+def compared(answer: Answer) -> list[str]:
+    assert answer.code == 0, answer.err
+    return [row["name"] for row in answer.json["rows"]][1:]
+
+
+def test_break_it_trains_draft_models_and_no_heads_unasked(tiny_copy: Run) -> None:
+    for name in ("mismatched", "medusa"):
+        shutil.rmtree(tiny_copy.run_dir / "drafters" / name)
+    lookup = ("--set", "drafters.lookup={kind: ngram}")
+    answer = tiny_copy.specctl("break-it", "--json", *lookup)
+    assert compared(answer) == ["aligned", "distilled", "mismatched", "lookup"]
+    assert "training mismatched" in answer.err and "training medusa" not in answer.err
+    (line,) = [line for line in answer.err.splitlines() if "left out" in line]
+    assert line.startswith("medusa: left out") and "--drafter medusa" in line and "train-medusa" in line
+    assert not (tiny_copy.run_dir / "drafters" / "medusa").exists()
+    named = tiny_copy.specctl("break-it", "--json", "--drafter", "medusa", "--drafter", "aligned")
+    assert compared(named) == ["medusa", "aligned"] and "training medusa" in named.err and "left out" not in named.err
+    after = tiny_copy.specctl("break-it", "--json")
+    assert compared(after) == ["aligned", "distilled", "mismatched", "medusa"] and "left out" not in after.err
+
+
+def test_break_it_takes_heads_that_are_there_and_leaves_out_those_of_another_config(tiny_copy: Run) -> None:
+    copy = tiny_copy.run_dir.parent / "heads"
+    shutil.copytree(tiny_copy.run_dir / "drafters" / "medusa", copy)
+    stale = ("--set", "drafters.medusa.num_heads=3", "--set", f"drafters.given={{kind: medusa, path: '{copy}'}}")
+    answer = tiny_copy.specctl("break-it", "--json", "--no-train", *stale)
+    assert compared(answer) == ["aligned", "distilled", "mismatched", "given"] and "medusa: left out" in answer.err
+
+
+def test_break_it_trains_heads_where_there_is_nothing_else(tiny_copy: Run) -> None:
+    shutil.rmtree(tiny_copy.run_dir / "drafters" / "medusa")
+    alone = "drafters={medusa: {kind: medusa, training: {steps: 2, batch_size: 4, block_size: 16, eval_blocks: 8}}}"
+    answer = tiny_copy.specctl("break-it", "--json", "--set", alone, "--set", "decoding.drafter=medusa")
+    assert compared(answer) == ["medusa"] and "left out" not in answer.err

@@ -3,6 +3,8 @@
 import glob
 import json
 import os
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,55 @@ def test_links_that_go_in_circles_end(tree: Path) -> None:
     assert text_files([str(tree / "**" / "*.txt")]) == [
         tree / name for name in ("a.txt", "s[1]/g.txt", "sub/c.txt", "sub/deep/d.txt")
     ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "leaves"),  # whether it follows a link out of the folder
+    [
+        *(("", False), ("**", True), ("**/*", True)),
+        *(("*/" * 35 + "*", True), ("*/**/" * 30 + "*.txt", True), ("**/" * 60 + "*.txt", False)),
+    ],
+)
+def test_each_folder_is_read_once_whatever_links_lead_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, leaves: bool
+) -> None:
+    """With two links to the folder itself a pattern of 35 parts has 2 ** 35 paths to the same few files."""
+    real, elsewhere = tmp_path / "real", tmp_path / "elsewhere"
+    files = [elsewhere / "f.txt", real / "f.txt", real / "sub" / "f.txt"]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("text")
+    for name in ("one", "two"):
+        (real / name).symlink_to(".")
+        (real / "sub" / name).symlink_to("..")
+    (real / "other").symlink_to(elsewhere)
+    listed, walk = Counter[str](), os.walk
+
+    def counting(top: Path, onerror: Any = None) -> Iterator[tuple[str, list[str], list[str]]]:
+        for parent, subfolders, names in walk(top, onerror=onerror):
+            yield parent, subfolders, names
+            listed[parent] += onerror is not None and bool(subfolders)  # looked for files in, and gone on from
+
+    monkeypatch.setattr("os.walk", counting)
+    found = text_files([str(real / pattern)])
+    assert sorted(found) == files[not leaves :]
+    if pattern in ("**", "**/*"):
+        assert found == [files[1], files[2], files[0]]  # by the names below the folder: f.txt, one, other
+    assert max(listed.values(), default=0) <= 1
+
+
+def test_a_link_to_itself_is_no_file(tree: Path) -> None:
+    (tree / "loop.txt").symlink_to("loop.txt")
+    (tree / "there.txt").symlink_to("back.txt")
+    (tree / "back.txt").symlink_to("there.txt")
+    assert not [path for path in text_files([str(tree)]) if path.stem in ("loop", "there", "back")]
+    for given, says in (
+        ("loop.txt", "does not exist"),
+        ("l*.txt", "loop.txt is not a file"),
+        ("loop.txt/*", "matches"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            text_files([str(tree / given)])
 
 
 def test_a_working_directory_that_looks_like_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,7 +348,7 @@ def test_planted_bugs_that_are_missed_exit_3(tiny: Tiny, monkeypatch: pytest.Mon
     (blind,) = (bug for bug in BUGS if bug.name == "target penalties blind to drafted tokens")
     for bugs, code in (((blind,), 0), ((blind, harmless), 3)):
         monkeypatch.setattr(verdict, "BUGS", bugs)
-        answer = tiny.specctl("verify", "--tokens", "600", "--drafter", "distilled", "--planted")
+        answer = tiny.specctl("verify", "--tokens", "600", "--drafter", "distilled", "--planted", "--wide")
         assert answer.code == code, answer.out
         assert blind.name in answer.out and "rows of p wrong" in answer.out
         assert "keeps the target's law" in answer.out

@@ -18,6 +18,7 @@ from specctl.cli.options import (
     Seed,
     Temperature,
     TraceFile,
+    Wide,
     artefacts_of,
     draw,
     load,
@@ -59,6 +60,7 @@ def generate(
     trace: TraceFile = None,
     no_train: NoTrain = False,
     overrides: Overrides = None,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, or every prompt of a file; the text has exactly the target's distribution."""
@@ -76,11 +78,11 @@ def generate(
             raise UsageError(
                 "--show-rounds shows text as it comes and --output writes it to a file; give one of the two"
             )
-        _generate_all(loaded, output, show_rounds, trace, no_train, as_json)
+        _generate_all(loaded, output, show_rounds, trace, no_train, wide, as_json)
     elif output:
         raise UsageError("--output takes a line a prompt and needs a file of them; give --prompts FILE")
     else:
-        _generate_one(loaded, show_rounds, profile, plot, trace, no_train, as_json)
+        _generate_one(loaded, show_rounds, profile, plot, trace, no_train, wide, as_json)
 
 
 def _generate_one(
@@ -90,6 +92,7 @@ def _generate_one(
     plot: Path | None,
     trace: Path | None,
     no_train: bool,
+    wide: bool,
     as_json: bool,
 ) -> None:
     from specctl.errors import UsageError
@@ -98,9 +101,9 @@ def _generate_one(
     from specctl.experiments.generate import generate as run
     from specctl.experiments.pair import Pair
     from specctl.experiments.trace import open_trace
+    from specctl.report.layout import make_console
     from specctl.report.plots import check_plot
     from specctl.report.rounds import Stream, summary
-    from specctl.report.tables import make_console
     from specctl.report.timeline import timeline_figure
 
     if plot and (loaded.decoding.drafter == "none" or loaded.decoding.num_speculative_tokens == 0):
@@ -124,32 +127,40 @@ def _generate_one(
     narrate(summary(result))
     publish(pair, "generate", result, as_json)
     if profile:
-        _show_profile(pair, result, rounds)
+        _show_profile(pair, result, rounds, wide)
     if plot:  # never unasked: it takes plain steps of the target
         draw(loaded, "generate", plot, lambda: timeline_figure(result, rounds, plain_step_seconds(pair)))
 
 
-def _show_profile(pair: "Pair", result: "Generation", rounds: "list[Round]") -> None:
+def _show_profile(pair: "Pair", result: "Generation", rounds: "list[Round]", wide: bool) -> None:
     """Beside the text, on stderr."""
     from specctl.experiments.profile import profile
-    from specctl.report.tables import make_console, print_table, profile_table
+    from specctl.report.layout import make_console, print_tables
+    from specctl.report.tables import profile_table
 
     found = profile(pair, result.drafter, result.k, rounds)
     if found is None:
         narrate(f"no profile: no round but the first drafted {result.k} tokens; generate more")
     else:
-        print_table(make_console(stderr=True), profile_table(found))
+        print_tables(make_console(stderr=True), profile_table(found), wide=wide)
 
 
 def _generate_all(
-    loaded: "RunConfig", output: Path | None, show_rounds: bool, trace: Path | None, no_train: bool, as_json: bool
+    loaded: "RunConfig",
+    output: Path | None,
+    show_rounds: bool,
+    trace: Path | None,
+    no_train: bool,
+    wide: bool,
+    as_json: bool,
 ) -> None:
     """All prompts of a file, into another file or to stdout."""
     from specctl.experiments.generate_file import check_output, generate_file
     from specctl.experiments.pair import Pair
     from specctl.experiments.trace import open_trace
     from specctl.experiments.workload import check_prompts, prompts_of
-    from specctl.report.tables import generations_table, make_console, print_table
+    from specctl.report.layout import make_console, print_tables
+    from specctl.report.tables import generations_table
 
     prompts = prompts_of(loaded)
     if output:
@@ -166,7 +177,7 @@ def _generate_all(
         else:
             result = _stream(pair, prompts, show_rounds, writer, quiet=as_json)
     if not publish(pair, "generate", result, as_json):
-        print_table(make_console(stderr=output is None), generations_table(result))
+        print_tables(make_console(stderr=output is None), generations_table(result), wide=wide)
 
 
 def _stream(
@@ -176,8 +187,8 @@ def _stream(
     from specctl.experiments.generate import generate as run
     from specctl.experiments.generate_file import line_of, summarise
     from specctl.experiments.workload import encode
+    from specctl.report.layout import make_console
     from specctl.report.rounds import Stream
-    from specctl.report.tables import make_console
 
     encode(prompts, pair.artefacts, pair.target.context_length)  # refuses what does not fit
     lines = []

@@ -24,6 +24,7 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Show every column of tables, however wide they get.")]
 NoTrain = Annotated[bool, typer.Option("--no-train", help="Refuse, rather than train, what the run lacks.")]
 Force = Annotated[bool, typer.Option("--force", help="Train again even where the stored model is current.")]
 DrafterName = Annotated[

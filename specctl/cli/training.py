@@ -11,6 +11,7 @@ from specctl.cli.options import (
     Force,
     Overrides,
     PlotFile,
+    Wide,
     artefacts_of,
     draw,
     load,
@@ -26,13 +27,21 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupte
 
 
 def _train(
-    names: list[str], config: "RunConfig", *, force: bool, resume: bool, plot: "Path | None", as_json: bool
+    names: list[str],
+    config: "RunConfig",
+    *,
+    force: bool,
+    resume: bool,
+    plot: "Path | None",
+    wide: bool,
+    as_json: bool,
 ) -> None:
     """Train "target" or drafters, then show their reports."""
     from specctl.errors import UsageError
     from specctl.report.files import result_document, save_result, to_text
+    from specctl.report.layout import make_console, print_tables
     from specctl.report.plots import check_plot, heads_figure, training_figure
-    from specctl.report.tables import heads_table, make_console, print_table, training_table
+    from specctl.report.tables import heads_table, training_table
 
     if force and resume:
         raise UsageError("--force trains anew and --resume goes on with what there is; give one of them")
@@ -56,9 +65,8 @@ def _train(
     models = [report for report in reports if "validation_loss" in report]
     heads = [report for report in reports if "validation_loss" not in report]
     if not as_json:
-        print_table(make_console(), training_table(models))
-        if heads:
-            print_table(make_console(), heads_table(heads))
+        tables = [table(of) for table, of in ((training_table, models), (heads_table, heads)) if of]
+        print_tables(make_console(), *tables, wide=wide)
     if set(names) <= {report["name"] for report in heads}:
         draw(config, "train-medusa", plot, lambda: heads_figure(heads))
     else:
@@ -71,10 +79,11 @@ def train_target(
     force: Force = False,
     resume: Resume = False,
     plot: PlotFile = None,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Train the target, the model whose output is wanted."""
-    _train(["target"], load(config, overrides), force=force, resume=resume, plot=plot, as_json=as_json)
+    _train(["target"], load(config, overrides), force=force, resume=resume, plot=plot, wide=wide, as_json=as_json)
 
 
 def train_draft(
@@ -84,11 +93,12 @@ def train_draft(
     force: Force = False,
     resume: Resume = False,
     plot: PlotFile = None,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a draft model, the run's default one unless another is named."""
     loaded = load(config, overrides, drafter=drafter)
-    _train([loaded.decoding.drafter], loaded, force=force, resume=resume, plot=plot, as_json=as_json)
+    _train([loaded.decoding.drafter], loaded, force=force, resume=resume, plot=plot, wide=wide, as_json=as_json)
 
 
 def train_mismatched(
@@ -97,10 +107,11 @@ def train_mismatched(
     force: Force = False,
     resume: Resume = False,
     plot: PlotFile = None,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Train the drafter named mismatched: like aligned, but on other text."""
-    _train(["mismatched"], load(config, overrides), force=force, resume=resume, plot=plot, as_json=as_json)
+    _train(["mismatched"], load(config, overrides), force=force, resume=resume, plot=plot, wide=wide, as_json=as_json)
 
 
 def train_medusa(
@@ -110,6 +121,7 @@ def train_medusa(
     force: Force = False,
     resume: Resume = False,
     plot: PlotFile = None,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Train Medusa heads on the target, those of the config's first medusa drafter unless another is named."""
@@ -122,4 +134,4 @@ def train_medusa(
     if name not in having_heads:
         wanted = f"drafter {name} has no heads" if name else "no drafter has heads"
         raise UsageError(f"{wanted}; give it kind: medusa under drafters in the config")
-    _train([name], loaded, force=force, resume=resume, plot=plot, as_json=as_json)
+    _train([name], loaded, force=force, resume=resume, plot=plot, wide=wide, as_json=as_json)

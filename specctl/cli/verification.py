@@ -15,6 +15,7 @@ from specctl.cli.options import (
     RuleOption,
     Seed,
     Temperature,
+    Wide,
     artefacts_of,
     load,
     narrate,
@@ -40,6 +41,7 @@ def verify(
     seed: Seed = None,
     no_train: NoTrain = False,
     overrides: Overrides = None,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Prove on your own pair that the output keeps the target's law; exit code 3 if it does not."""
@@ -47,7 +49,7 @@ def verify(
     from specctl.experiments.verify.verdict import NUM_TOKENS, check_wanted
     from specctl.experiments.verify.verdict import verify as run
     from specctl.experiments.workload import check_prompts
-    from specctl.report.tables import make_console, print_tables
+    from specctl.report.layout import make_console, print_tables
     from specctl.report.verdicts import planted_table, verdict_table
 
     loaded = load(
@@ -70,7 +72,7 @@ def verify(
             progress=progress,
         )
     if not publish(pair, "verify", verdict, as_json):
-        print_tables(make_console(), verdict_table(verdict), planted_table(verdict))
+        print_tables(make_console(), verdict_table(verdict), planted_table(verdict), wide=wide)
         if verdict.note:
             print(verdict.note)
         print(f"The output {'keeps' if verdict.holds else 'does NOT keep'} the target's law.")

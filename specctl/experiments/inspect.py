@@ -1,24 +1,26 @@
 """What models are and whether they can speculate together, told from their folders without loading them.
 
 Reads config.json, the tokenizer and the headers of the safetensors files; a folder of any size takes a moment.
-Knows nothing about which architectures decoding supports.
+Medusa heads are told by their config.json, and held against the target's sizes. Knows nothing about which
+architectures decoding supports, and asks where the dtype of a cache depends on it.
 """
 
-import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl.config import DraftModelConfig, RunConfig
+from specctl.config import NgramConfig, RunConfig, RuntimeConfig
 from specctl.errors import UsageError
+from specctl.models.headers import ORIGINAL_HEADS, SINGLE, has_weights, read_header, weight_files
+from specctl.models.hf_folder import find_folder
 from specctl.run_folder import read_json
 from specctl.tokenizer import Tokenizer
 
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CONFIG = "config.json"
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-_LONGEST_HEADER = 100_000_000  # bytes, by the format's own rule
 
 # The names of the same number in the configs of different architectures.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -41,9 +43,10 @@ class Source:
 class ModelFacts:
     """bytes_on_disk: of the weight files; bytes_in_run: of the parameters in the run's dtype.
 
-    dtype: the one that most bytes on disk are of. kv_bytes_per_token: cached for each token in the run's dtype, and
-    context_length in tokens; None where config.json does not tell. num_padding_rows: vocabulary rows beyond the
-    tokenizer's entries.
+    dtype: the one that most bytes on disk are of. kv_bytes_per_token: cached for each token, in kv_dtype, which the
+    engine decides that would run it, and context_length in tokens; None where config.json does not tell, and for
+    heads. num_padding_rows: vocabulary rows beyond the tokenizer's entries (the target's, for heads). hidden_size: 0
+    where config.json does not tell.
     """
 
     name: str
@@ -54,10 +57,12 @@ class ModelFacts:
     bytes_in_run: int
     dtype: str
     kv_bytes_per_token: int | None
+    kv_dtype: str | None
     context_length: int | None
     num_entries: int
     num_rows: int
     num_padding_rows: int
+    hidden_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,42 +86,58 @@ class Inspection:
 
 
 def sources_of(config: RunConfig) -> tuple[list[Source], list[str]]:
-    """The models of a run, the target first, and the names of draft models that are not trained yet.
+    """The models of a run, the target first, and the names of drafters that are not trained yet.
 
     Raises UsageError where there is no target yet.
     """
     folder = Path(config.run_dir)
-    target = Path(config.target.path) if config.target.path else folder / "target"
-    if not config.target.path and not (target / "config.json").is_file():
+    target = find_folder(config.target.path) if config.target.path else folder / "target"
+    if not config.target.path and not (target / _CONFIG).is_file():
         raise UsageError(f"{folder} has no target yet; train it (specctl train-target), or give a folder to inspect")
     found, missing = [Source(name="target", folder=target)], []
     for name, drafter in config.drafters.items():
-        if not isinstance(drafter, DraftModelConfig):
+        if isinstance(drafter, NgramConfig):
             continue
-        own = Path(drafter.path) if drafter.path else folder / "drafters" / name
-        if drafter.path or (own / "config.json").is_file():
-            found.append(Source(name=name, folder=own, intersection=drafter.vocabulary == "intersection"))
+        own = find_folder(drafter.path) if drafter.path else folder / "drafters" / name
+        if drafter.path or (own / _CONFIG).is_file():
+            intersection = getattr(drafter, "vocabulary", "same") == "intersection"
+            found.append(Source(name=name, folder=own, intersection=intersection))
         else:
             missing.append(name)
     return found, missing
 
 
-def inspect(sources: Sequence[Source], run_dtype: str) -> Inspection:
+def inspect(sources: Sequence[Source], runtime: RuntimeConfig) -> Inspection:
     """Look at a target and, against it, each of its drafts. Raises UsageError for a folder that is not a model."""
-    tokenizers = [_tokenizer(source) for source in sources]
-    models = [_facts(*each, run_dtype) for each in zip(sources, tokenizers, strict=True)]
-    pairs = [
-        _compare(models[0], tokenizers[0], model, tokenizer, source.intersection)
-        for source, model, tokenizer in zip(sources[1:], models[1:], tokenizers[1:], strict=True)
-    ]
+    configs = [_config(source) for source in sources]
+    if _are_heads(configs[0]):
+        raise UsageError(f"{sources[0].folder} holds Medusa heads; give their target first, and them as its draft")
+    mine = Tokenizer.load(sources[0].folder)
+    target = _facts(sources[0], configs[0], mine, runtime)
+    models, pairs = [target], []
+    for source, config in zip(sources[1:], configs[1:], strict=True):
+        if _are_heads(config):
+            models.append(_head_facts(source, config, mine, runtime))
+            pairs.append(_compare_heads(target, models[-1]))
+        else:
+            theirs = Tokenizer.load(source.folder)
+            models.append(_facts(source, config, theirs, runtime))
+            pairs.append(_compare(target, mine, models[-1], theirs, source.intersection))
     can_speculate = all(pair.can_speculate for pair in pairs)
-    return Inspection(run_dtype=run_dtype, models=models, pairs=pairs, can_speculate=can_speculate)
+    return Inspection(run_dtype=runtime.dtype, models=models, pairs=pairs, can_speculate=can_speculate)
 
 
-def _tokenizer(source: Source) -> Tokenizer:
+def _config(source: Source) -> dict[str, Any]:
+    """A folder's config.json."""
     if not source.folder.is_dir():
         raise UsageError(f"{source.name}: the model folder {source.folder} does not exist")
-    return Tokenizer.load(source.folder)
+    path = source.folder / _CONFIG
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} does not describe a model")
+    if isinstance(config.get("text_config"), dict):  # a model of text and more: its language model
+        config = {**config, **config["text_config"]}
+    return config
 
 
 def _compare(
@@ -145,38 +166,96 @@ def _compare(
     return PairFacts(draft=draft.name, can_speculate=can, reason=reason, num_shared=num_shared)
 
 
-def _facts(source: Source, tokenizer: Tokenizer, run_dtype: str) -> ModelFacts:
-    path = source.folder / "config.json"
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise UsageError(f"{path} does not describe a model")
-    if isinstance(config.get("text_config"), dict):  # a model of text and more: its language model
-        config = {**config, **config["text_config"]}
+def _compare_heads(target: ModelFacts, heads: ModelFacts) -> PairFacts:
+    can = (heads.num_rows, heads.hidden_size) == (target.num_rows, target.hidden_size)
+    reason = f"heads on its hidden states, {heads.hidden_size:,} wide"
+    if not can:
+        reason = (
+            f"heads on hidden states {heads.hidden_size:,} wide with {heads.num_rows:,} vocabulary rows, where the "
+            f"target has {target.hidden_size:,} and {target.num_rows:,}"
+        )
+    return PairFacts(draft=heads.name, can_speculate=can, reason=reason, num_shared=target.num_entries if can else 0)
+
+
+def _facts(source: Source, config: dict[str, Any], tokenizer: Tokenizer, runtime: RuntimeConfig) -> ModelFacts:
+    path = source.folder / _CONFIG
     num_rows = _number(path, config, ("vocab_size",))
     if num_rows is None:
         raise UsageError(f"{path} lacks vocab_size")
-    num_parameters, dtypes, bytes_on_disk = 0, Counter[str](), 0
-    for file in _weight_files(source.folder):
-        bytes_on_disk += file.stat().st_size
-        for name, (dtype, count, num_bytes) in read_header(file).items():
-            dtypes[dtype] += num_bytes
-            tied = name == "lm_head.weight" and config.get("tie_word_embeddings") is True
-            num_parameters += 0 if tied or name.endswith("rotary_emb.inv_freq") else count
+    weights = _weights(weight_files(source.folder), runtime, config.get("tie_word_embeddings") is True)
     kv_numbers = _kv_numbers(path, config)
+    kv_dtype = None if kv_numbers is None else _cache_dtype(source.folder, runtime)
     return ModelFacts(
         name=source.name,
         folder=str(source.folder),
         architecture=_architecture(config),
-        num_parameters=num_parameters,
-        bytes_on_disk=bytes_on_disk,
-        bytes_in_run=num_parameters * _BYTES[run_dtype],
-        dtype=dtypes.most_common(1)[0][0] if dtypes else "none",
-        kv_bytes_per_token=None if kv_numbers is None else kv_numbers * _BYTES[run_dtype],
+        kv_bytes_per_token=None if kv_numbers is None or kv_dtype is None else kv_numbers * _BYTES[kv_dtype],
+        kv_dtype=kv_dtype,
         context_length=_number(path, config, _CONTEXT),
         num_entries=tokenizer.vocab_size,
         num_rows=num_rows,
         num_padding_rows=num_rows - tokenizer.vocab_size,
+        hidden_size=_number(path, config, _WIDTH) or 0,
+        **weights,
     )
+
+
+def _are_heads(config: dict[str, Any]) -> bool:
+    return config.get("model_type") == "medusa" or "medusa_num_heads" in config
+
+
+def _head_facts(source: Source, config: dict[str, Any], tokenizer: Tokenizer, runtime: RuntimeConfig) -> ModelFacts:
+    """Of Medusa heads: the tokenizer is the target's, and sizes are those of the first head's output matrix."""
+    files = weight_files(source.folder, ORIGINAL_HEADS if has_weights(source.folder, ORIGINAL_HEADS) else SINGLE)
+    output = next(
+        (shape for file in files for name, (_, shape, _) in read_header(file).items() if _OUTPUT.fullmatch(name)), ()
+    )
+    if len(output) != 2:
+        raise UsageError(f"{source.folder} lacks the output matrix of its first head")
+    return ModelFacts(
+        name=source.name,
+        folder=str(source.folder),
+        architecture="MedusaModel",
+        kv_bytes_per_token=None,
+        kv_dtype=None,
+        context_length=None,
+        num_entries=tokenizer.vocab_size,
+        num_rows=output[0],
+        num_padding_rows=output[0] - tokenizer.vocab_size,
+        hidden_size=output[1],
+        **_weights(files, runtime),
+    )
+
+
+_OUTPUT = re.compile(r"(medusa_heads\.)?lm_heads\.0\.weight|(medusa_head\.)?0\.\d+\.weight")
+
+
+def _weights(files: Sequence[Path], runtime: RuntimeConfig, tied: bool = False) -> dict[str, Any]:
+    """The fields of `ModelFacts` that weight files tell. tied: whether an output matrix counts as the embedding."""
+    num_parameters, dtypes = 0, Counter[str]()
+    for file in files:
+        for name, tensor in read_header(file).items():
+            dtypes[tensor.dtype] += tensor.num_bytes
+            counted = not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq")
+            num_parameters += tensor.num_values if counted else 0
+    return {
+        "num_parameters": num_parameters,
+        "bytes_on_disk": sum(file.stat().st_size for file in files),
+        "bytes_in_run": num_parameters * _BYTES[runtime.dtype],
+        "dtype": dtypes.most_common(1)[0][0] if dtypes else "none",
+    }
+
+
+def _cache_dtype(folder: Path, runtime: RuntimeConfig) -> str:
+    """The dtype that a model's keys and values would be held in, by the engine that would run it here.
+
+    Only in bfloat16 do engines differ, and only then is torch needed to tell.
+    """
+    if runtime.dtype != "bfloat16":
+        return runtime.dtype
+    from specctl.models.backend import cache_dtype
+
+    return cache_dtype(folder, runtime)
 
 
 def _architecture(config: dict[str, Any]) -> str:
@@ -202,58 +281,3 @@ def _kv_numbers(path: Path, config: dict[str, Any]) -> int | None:
         return None
     kv_heads = 1 if config.get("multi_query") is True else _number(path, config, _KV_HEADS) or heads
     return 2 * layers * kv_heads * (_number(path, config, ("head_dim",)) or width // heads)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, sharded or not. Raises UsageError where one is missing."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return [whole]
-    if not index.is_file():
-        pickled = any(folder.glob("*.bin"))
-        why = (
-            "; weights in .bin files are pickles, which are never read: convert them to safetensors" if pickled else ""
-        )
-        raise UsageError(f"{folder} has neither {whole.name} nor {index.name}{why}")
-    content = read_json(index)
-    shards = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(shards, dict) or not all(_is_file_name(name) for name in shards.values()):
-        raise UsageError(f"{index} names no shards (weight_map)")
-    names = sorted(set(shards.values()))
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise UsageError(f"{folder} lacks {missing[0]}, one of {len(missing)} missing shards of {len(names)}")
-    return [folder / name for name in names]
-
-
-def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and name == Path(name).name
-
-
-def read_header(path: Path) -> dict[str, tuple[str, int, int]]:
-    """(dtype, count of numbers, bytes) of each tensor in a safetensors file, from its header alone.
-
-    Raises UsageError, naming the file, where it is truncated or no such file.
-    """
-    found, size = {}, path.stat().st_size
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(size - 8, _LONGEST_HEADER):
-                raise ValueError(f"its header of {length} bytes does not fit")
-            header = json.loads(file.read(length).decode("utf-8"))
-        for name, tensor in header.items():
-            if name == "__metadata__":
-                continue
-            count = 1
-            for width in tensor["shape"]:
-                count *= int(width)
-            begin, end = tensor["data_offsets"]
-            if not 0 <= begin <= end <= size - 8 - length:
-                raise ValueError(f"{name} lies beyond its end")
-            found[name] = (_DTYPES.get(tensor["dtype"], str(tensor["dtype"]).lower()), count, end - begin)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); it is truncated or not safetensors") from None
-    return found

@@ -9,11 +9,11 @@ from typing import Literal
 
 import torch
 
-from specctl.config import Backend
+from specctl.config import Backend, RuntimeConfig
 from specctl.errors import UsageError
 from specctl.models.checkpoint import load_checkpoint
 from specctl.models.compiled import CompiledLlama
-from specctl.models.families import CONFIG, read_config, why_not_native
+from specctl.models.families import CONFIG, read_config, read_shape, why_not_native
 from specctl.models.hf import HFModel, HFModule
 from specctl.models.hf import load_module as load_hf
 from specctl.models.kernel.decoder import KernelDecoder, why_not_kernel
@@ -78,6 +78,20 @@ def decoder(
         if device.type == "cpu" and dtype != torch.float64:  # which is not asked for to be fast
             narrate(f"{name} runs through torch's operators, several times slower than through the kernel: {reason}")
     return LlamaDecoder(module, name, dtype=dtype, device=device, use_up=use_up)
+
+
+def cache_dtype(folder: Path, runtime: RuntimeConfig) -> str:
+    """What keys and values would be held in: the run's dtype, but for the kernel, which computes in float32.
+
+    Nothing is built or loaded to tell: where there is a compiler, the kernel counts as one that can be had.
+    """
+    on_cpu = runtime.device == "cpu" or (runtime.device == "auto" and not torch.cuda.is_available())
+    asked = runtime.kernel is not False and not runtime.compile and on_cpu
+    if not asked or choose_backend(folder, runtime.backend)[0] != "native":
+        return runtime.dtype
+    dtype: torch.dtype = getattr(torch, runtime.dtype)
+    reason = why_not_kernel(read_shape(folder), dtype, torch.device("cpu"), build=False)
+    return "float32" if reason is None else runtime.dtype
 
 
 def writer(module: Module) -> CausalModel:

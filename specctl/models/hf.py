@@ -1,7 +1,7 @@
 """Any causal language model of transformers, behind the same two faces as the native Llama.
 
 `HFModule` is the frozen module (a pass without a cache: a teacher, an oracle), `HFModel` decodes with it.
-The only importer of transformers and huggingface_hub. Weights are safetensors, code is transformers' own:
+The only importer of transformers. Weights are safetensors, code is transformers' own:
 no pickle, no remote code. Knows nothing about sampling, text or run folders.
 
 Shapes: B sequences, T tokens, V vocab, D width.
@@ -9,7 +9,6 @@ Shapes: B sequences, T tokens, V vocab, D width.
 
 import contextlib
 import inspect
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from specctl.errors import SpecctlError, UsageError
-from specctl.models.hf_folder import check_folder
+from specctl.models.hf_folder import check_folder, first_line
 from specctl.models.session import Forward
 
 UNLIMITED = 1_000_000  # context of a model that has no table of positions (ALiBi)
-_FILES = ["*.json", "*.safetensors", "*.model", "tokenizer*", "vocab*", "merges.txt"]
-_CODE_AND_PICKLES = ["*.py", "*.bin", "*.pt", "*.pth", "*.pickle", "*.pkl"]
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # layers whose cache keeps every position
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}  # of the largest logit, between passes of other widths
 
@@ -208,7 +205,7 @@ def load_module(folder: Path, dtype: torch.dtype) -> HFModule:
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )
         except Exception as error:  # the library raises whatever a broken file makes it raise
-            raise UsageError(f"{folder} cannot be loaded by transformers: {_first_line(error)}") from None
+            raise UsageError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from None
     for problem, words in (("missing_keys", "lacks"), ("unexpected_keys", "has the foreign tensor")):
         if names := sorted(report.get(problem) or ()):
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
@@ -221,7 +218,7 @@ def load_module(folder: Path, dtype: torch.dtype) -> HFModule:
             module = HFModule(model)
             rolls_back = _rolls_back(module)
     except Exception as error:
-        raise UsageError(f"{folder}: {model_class.__name__} cannot be decoded with: {_first_line(error)}") from None
+        raise UsageError(f"{folder}: {model_class.__name__} cannot be decoded with: {first_line(error)}") from None
     if not rolls_back:
         raise _no_rollback(folder, model_class)
     return module
@@ -256,7 +253,7 @@ def _model_class(folder: Path, kind: str) -> type[Any]:
                     f"{folder} describes a {kind!r} model, which transformers {transformers.__version__} does not "
                     "know; a folder's own code is never run"
                 ) from None
-            raise UsageError(f"{folder / 'config.json'} cannot be read by transformers: {_first_line(error)}") from None
+            raise UsageError(f"{folder / 'config.json'} cannot be read by transformers: {first_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(f"{folder} describes a {kind!r} model, which is no causal language model")
     layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
@@ -306,41 +303,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
         if had_bars:
             logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def find_folder(path: str) -> Path:
-    """The folder that a `path:` names: on this machine, or, for an `owner/name` that is none, from the hub.
-
-    What the hub's cache holds whole is taken as it is. Raises UsageError or SpecctlError, one line, where
-    it cannot be had.
-    """
-    folder = Path(path)
-    if folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-    except ImportError:
-        raise UsageError(
-            f"{path} is no folder here; to take it from the hub: pip install 'specctl[hf]', or download it yourself"
-        ) from None
-    chosen: dict[str, Any] = {"allow_patterns": _FILES, "ignore_patterns": _CODE_AND_PICKLES}
-    with contextlib.suppress(LocalEntryNotFoundError):
-        return Path(snapshot_download(path, local_files_only=True, **chosen))
-    try:
-        return Path(snapshot_download(path, **chosen))
-    except (RepositoryNotFoundError, HFValidationError):
-        raise UsageError(
-            f"{path} is neither a folder here nor a model that the hub shows you; check the name, or log in with "
-            "`hf auth login` if it is private or gated"
-        ) from None
-    except Exception as error:  # connections fail in the words of many libraries
-        raise SpecctlError(
-            f"{path} is no folder here and could not be fetched from the hub ({_first_line(error)}); "
-            "try again, or download it and give the folder"
-        ) from None

@@ -1,12 +1,58 @@
-"""What a checkpoint folder must hold, and must not, before transformers reads it.
+"""Where the checkpoint folder that a `path:` names lies, and what it must hold before transformers reads it.
 
-Knows config.json and the names of files, and needs no transformers.
+The only importer of huggingface_hub. Knows config.json and the names of files, and needs neither transformers
+nor torch.
 """
 
+import contextlib
+import re
 from pathlib import Path
+from typing import Any
 
-from specctl.errors import UsageError
+from specctl.errors import SpecctlError, UsageError
 from specctl.run_folder import read_json
+
+_FILES = ["*.json", "*.safetensors", "*.model", "tokenizer*", "vocab*", "merges.txt"]
+_CODE_AND_PICKLES = ["*.py", "*.bin", "*.pt", "*.pth", "*.pickle", "*.pkl"]
+
+
+def find_folder(path: str) -> Path:
+    """The folder that a `path:` names: on this machine, or, for an `owner/name` that is none, from the hub.
+
+    What the hub's cache holds whole is taken as it is. Raises UsageError or SpecctlError, one line, where
+    it cannot be had.
+    """
+    folder = Path(path)
+    if folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    except ImportError:
+        raise UsageError(
+            f"{path} is no folder here; to take it from the hub: pip install 'specctl[hf]', or download it yourself"
+        ) from None
+    chosen: dict[str, Any] = {"allow_patterns": _FILES, "ignore_patterns": _CODE_AND_PICKLES}
+    with contextlib.suppress(LocalEntryNotFoundError):
+        return Path(snapshot_download(path, local_files_only=True, **chosen))
+    try:
+        return Path(snapshot_download(path, **chosen))
+    except (RepositoryNotFoundError, HFValidationError):
+        raise UsageError(
+            f"{path} is neither a folder here nor a model that the hub shows you; check the name, or log in with "
+            "`hf auth login` if it is private or gated"
+        ) from None
+    except Exception as error:  # connections fail in the words of many libraries
+        raise SpecctlError(
+            f"{path} is no folder here and could not be fetched from the hub ({first_line(error)}); "
+            "try again, or download it and give the folder"
+        ) from None
+
+
+def first_line(error: Exception) -> str:
+    """What another library says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def check_folder(folder: Path) -> str:

@@ -2,7 +2,8 @@
 
 Serving engines (vLLM and others) read `config.json` and `model.safetensors` with `blocks.{i}.layers.{j}.weight`
 and `lm_heads.{i}.weight`. The original repository wrote `medusa_lm_head.safetensors` with
-`{i}.{j}.linear.weight` and, for j = the number of layers, `{i}.{j}.weight`. Only safetensors is read.
+`{i}.{j}.linear.weight` and, for j = the number of layers, `{i}.{j}.weight`. Either may lie in shards. Only
+safetensors is read.
 """
 
 import re
@@ -18,12 +19,12 @@ from specctl.errors import UsageError
 from specctl.models.backend import Module
 from specctl.models.checkpoint import weights_fingerprint
 from specctl.models.fields import Fields
+from specctl.models.headers import ORIGINAL_HEADS, SINGLE, has_weights
 from specctl.models.medusa import MedusaHeads, MedusaShape
-from specctl.models.weights import SINGLE, Weights, refuse_difference
+from specctl.models.weights import Weights, refuse_difference
 from specctl.run_folder import read_json, write_atomic, write_json
 
 FINGERPRINT = "target_weights_fingerprint"
-ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
 
 
 def save_heads(heads: MedusaHeads, folder: Path, target: Module) -> None:
@@ -50,15 +51,15 @@ def load_heads(folder: Path, target: Module) -> MedusaHeads:
     """
     fields = Fields(_read_config(folder), folder / "config.json")
     num_layers = fields.whole(_either(fields, "num_hidden_layers", "medusa_num_layers"), 1, most=_MOST)
-    if (folder / ORIGINAL_WEIGHTS).is_file():
-        weights = Weights(folder, ORIGINAL_WEIGHTS)
+    if has_weights(folder, ORIGINAL_HEADS):
+        weights = Weights(folder, ORIGINAL_HEADS)
         stored = {_engine_name(name, weights.path, num_layers): name for name in weights}
-    elif (folder / SINGLE).is_file():
+    elif has_weights(folder):
         weights = Weights(folder)
         stored = {name.removeprefix("medusa_heads."): name for name in weights}
     else:
         raise UsageError(
-            f"{folder / SINGLE} is missing (and so is {ORIGINAL_WEIGHTS}); weights in other formats, such as .pt, "
+            f"{folder / SINGLE} is missing (and so is {ORIGINAL_HEADS}); weights in other formats, such as .pt, "
             "are not read"
         )
     found = {name: weights.shapes[theirs] for name, theirs in stored.items()}

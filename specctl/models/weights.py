@@ -17,10 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specctl.errors import UsageError
+from specctl.models.headers import INDEX, SINGLE
 from specctl.run_folder import read_json
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 class Weights(Mapping[str, Tensor]):
@@ -37,9 +35,9 @@ class Weights(Mapping[str, Tensor]):
         self._places: dict[str, tuple[Path, str]] = {}  # the file, and the name in it
         if self.path.is_file():
             self._add(self.path)
-        elif (folder / INDEX).is_file():
-            self.path = folder / INDEX
-            self._add_shards(self.path)
+        elif (index := folder / (single + INDEX)).is_file():
+            self.path = index
+            self._add_shards(index)
         else:
             raise UsageError(_missing(self.path))
 

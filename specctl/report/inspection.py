@@ -1,35 +1,33 @@
-"""What `inspect` found, as a rich table of the models and a sentence for each pair."""
+"""What `inspect` found, as a table of the models and a sentence for each pair."""
 
-from rich.table import Table
-
-from specctl.experiments.inspect import Inspection, PairFacts
+from specctl.experiments.inspect import Inspection, ModelFacts, PairFacts
+from specctl.report.layout import Column, Sheet
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def models_table(inspection: Inspection) -> Table:
+def models_table(inspection: Inspection) -> Sheet[ModelFacts]:
     """One row a model, the target first."""
-    table = Table(title="Models", title_justify="left")
-    for heading in ("model", "architecture"):
-        table.add_column(heading, no_wrap=True)
-    run = f"in {inspection.run_dtype}"
-    for heading in ("parameters", "on disk", "as", run, "KV a token", "context", "tokens", "padding"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for model in inspection.models:
-        table.add_row(
-            model.name,
-            model.architecture,
-            f"{model.num_parameters:,}",
-            _size(model.bytes_on_disk),
-            model.dtype,
-            _size(model.bytes_in_run),
-            "-" if model.kv_bytes_per_token is None else _size(model.kv_bytes_per_token),
-            "-" if model.context_length is None else f"{model.context_length:,}",
-            f"{model.num_entries:,}",
-            f"{model.num_padding_rows:,}",
-            style=None if model.num_padding_rows >= 0 else "red",
-        )
-    return table
+    others = [model for model in inspection.models if model.kv_dtype not in (None, inspection.run_dtype)]
+    names = " and ".join(model.name for model in others)
+    return Sheet(
+        title="Models",
+        columns=(
+            Column("model", lambda model: model.name, key=True, text=True),
+            Column("architecture", lambda model: model.architecture.removesuffix("ForCausalLM"), rank=1, text=True),
+            Column("parameters", lambda model: f"{model.num_parameters:,}"),
+            Column(f"in\n{inspection.run_dtype}", lambda model: _size(model.bytes_in_run)),
+            Column("KV a\ntoken", lambda model: _size(model.kv_bytes_per_token)),
+            Column("context", lambda model: _count(model.context_length)),
+            Column("tokens", lambda model: _count(model.num_entries)),
+            Column("on disk", lambda model: _size(model.bytes_on_disk), wide=True),
+            Column("as", lambda model: model.dtype, wide=True),
+            Column("padding", lambda model: _count(model.num_padding_rows), wide=True),
+        ),
+        rows=inspection.models,
+        style=lambda model: None if model.num_padding_rows >= 0 else "red",
+        caption=f"The cache of {names} is in {others[0].kv_dtype}, in which the kernel computes." if others else "",
+    )
 
 
 def pair_line(pair: PairFacts) -> str:
@@ -38,8 +36,14 @@ def pair_line(pair: PairFacts) -> str:
     return f"{pair.draft}: {can} speculate with the target: {pair.reason}"
 
 
-def _size(num_bytes: int) -> str:
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
+
+
+def _size(num_bytes: int | None) -> str:
     """A number of bytes to three digits, in powers of 1000."""
+    if num_bytes is None:
+        return "-"
     value, unit = float(num_bytes), 0
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1

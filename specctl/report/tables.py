@@ -1,230 +1,23 @@
-"""Results as rich tables: numbers never cut, plain text in a pipe."""
+"""Results as tables, each declared column by column, the most important first; `layout` says how many are shown."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
+from specctl.report.layout import Column, Sheet
 from specctl.report.lossy import labelled
 
 if TYPE_CHECKING:  # they import torch, which `inspect` does without
-    from specctl.experiments.break_it import BreakIt
+    from specctl.experiments.break_it import BreakIt, BreakRow
     from specctl.experiments.generate_file import Generations, Totals
     from specctl.experiments.intervals import CategoryFigures, Interval
-    from specctl.experiments.profile import Profile
-    from specctl.experiments.sweep_k import Sweep
+    from specctl.experiments.profile import Part, Profile
+    from specctl.experiments.sweep_k import Sweep, SweepRow
 
-_UNLIMITED = 10_000  # columns; measured against less, a table claims to fit
-
-
-def make_console(stderr: bool = False) -> Console:
-    """A console for results (stdout) or narration (stderr); in a pipe lines are as wide as they need."""
-    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 200
-    return console
-
-
-def training_table(reports: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="Training", title_justify="left")
-    table.add_column("model", no_wrap=True)
-    for heading in ("parameters", "loss", "tokens", "seconds", "train", "validation", "own text"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for report in reports:
-        table.add_row(
-            report["name"],
-            f"{report['num_parameters']:,}",
-            report["loss"],
-            f"{report['tokens']:,}",
-            f"{report['seconds']:.0f}",
-            f"{report['train_loss']:.3f}",
-            f"{report['validation_loss']:.3f}",
-            f"{report['own_validation_loss']:.3f}",
-        )
-    table.caption = (
-        "Losses in nats a token: train in the loss trained with, validation cross-entropy on the target's text."
-    )
-    table.caption_justify = "left"
-    return table
-
-
-def heads_table(reports: Sequence[Mapping[str, Any]]) -> Table:
-    """Medusa heads: how long their chains would be, and how often each is right."""
-    table = Table(title="Medusa heads", title_justify="left")
-    table.add_column("model", no_wrap=True)
-    for heading in ("parameters", "loss", "tokens", "seconds", "train", "tokens/pass", "head", "top-1", "top-5"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for report in reports:
-        figures = report["figures"]
-        facts = [
-            report["name"],
-            f"{report['num_parameters']:,}",
-            report["loss"],
-            f"{report['tokens']:,}",
-            f"{report['seconds']:.0f}",
-            f"{report['train_loss']:.3f}",
-            f"{figures['expected_acceptance_length']:.2f}",
-        ]
-        for head in range(sum(name.endswith("_top_1") for name in figures)):
-            row = facts if head == 0 else [""] * len(facts)
-            accuracies = (figures[f"head_{head}_top_{n}"] for n in (1, 5))
-            table.add_row(*row, str(head), *map(_share, accuracies))
-    table.caption = (
-        "On validation text: tokens a pass expected at temperature 1; how often the token\n"
-        "i + 2 positions on is the first guess of head i, or among its first five."
-    )
-    table.caption_justify = "left"
-    return table
-
-
-def sweep_table(sweep: Sweep) -> Table:
-    title = f"K sweep: drafter {sweep.drafter}, temperature {sweep.temperature:g}{_measured_on(sweep)}"
-    table = Table(title=labelled(title, sweep.lossy), title_justify="left")
-    for heading in ("K", "tokens/s", "+-", "speedup", "95 %", "predicted", "accepted", "tokens/pass"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    fastest = max(row.tokens_per_second for row in sweep.rows)
-    for row in sweep.rows:
-        bar = "#" * round(12 * row.tokens_per_second / fastest)
-        table.add_row(
-            str(row.k),
-            f"{row.tokens_per_second:.0f}",
-            f"{row.spread:.0f}" if row.spread else "-",
-            _times(row.speedup),
-            _range(row.speedup_interval),
-            _times(row.predicted_speedup) + (" !" if row.prediction_agrees is False else ""),
-            _share(row.acceptance_rate),
-            _plain(row.mean_acceptance_length),
-            bar + (" best" if row.k == sweep.best_k else " ?" if row.k in sweep.undecided else ""),
-            style="bold" if row.k == sweep.best_k else None,
-        )
-    return table
-
-
-def _measured_on(result: Sweep | BreakIt) -> str:
-    """What a title says of how texts ended, where that is not how a user's do."""
-    return ", end tokens ignored" if result.ignores_eos else ""
-
-
-def break_it_table(result: BreakIt) -> Table:
-    title = labelled(
-        f"Break it: K = {result.k}, temperature {result.temperature:g}{_measured_on(result)}", result.lossy
-    )
-    table = Table(title=title, title_justify="left")
-    table.add_column("drafter", no_wrap=True)
-    for heading in ("tokens/s", "+-", "speedup", "95 %", "accepted", "alpha", "break-even", "tokens/pass", "c"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in result.rows:
-        style = "red" if row.pays is False else None
-        table.add_row(
-            row.name,
-            f"{row.tokens_per_second:.0f}",
-            f"{row.spread:.0f}" if row.spread else "-",
-            _times(row.speedup),
-            _range(row.speedup_interval),
-            _share(row.acceptance_rate),
-            _plain(row.expected_acceptance),
-            _plain(row.break_even_alpha),
-            _plain(row.mean_acceptance_length),
-            _plain(row.cost_ratio),
-            style=style,
-        )
-    return table
-
-
-def sweep_categories(sweep: Sweep) -> Table | None:
-    """The categories of the prompts at the best K or, where that is plain decoding, at the fastest other one."""
-    speculative = [row for row in sweep.rows if row.k > 0]
-    if not speculative:
-        return None
-    fastest = max(speculative, key=lambda row: row.tokens_per_second)
-    row = next((row for row in speculative if row.k == sweep.best_k), fastest)
-    return _categories(labelled(f"By category: K = {row.k}", sweep.lossy and row.k > 0), [("", row.by_category)])
-
-
-def break_it_categories(result: BreakIt) -> Table | None:
-    """The categories of the prompts under each drafter."""
-    return _categories(
-        labelled(f"By category: K = {result.k}", result.lossy),
-        [(row.name, row.by_category) for row in result.rows if row.name != "baseline"],
-    )
-
-
-def _categories(title: str, groups: Sequence[tuple[str, Sequence[CategoryFigures]]]) -> Table | None:
-    if not any(figures for _, figures in groups):
-        return None
-    table = Table(title=title, title_justify="left")
-    named = any(name for name, _ in groups)
-    for heading in ("drafter", "category") if named else ("category",):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("prompts", "tokens/s", "speedup", "95 %", "tokens/pass"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, figures in groups:
-        for row in figures:
-            table.add_row(
-                *([name] if named else []),
-                row.category or "(none)",
-                str(row.num_prompts),
-                f"{row.tokens_per_second:.0f}",
-                _times(row.speedup),
-                _range(row.speedup_interval),
-                _plain(row.mean_acceptance_length),
-            )
-    return table
-
-
-def generations_table(result: Generations) -> Table:
-    """What generating from a file of prompts gave: all of them, and each category."""
-    how = f"drafter {result.drafter}, K = {result.k}" if result.k else "plain decoding"
-    title = labelled(f"Generated: {how}, temperature {result.temperature:g}", result.lossy)
-    table = Table(title=title, title_justify="left")
-    table.add_column("category", no_wrap=True)
-    for heading in ("prompts", "tokens", "tokens/s", "end to end", "accepted", "tokens/pass"):
-        table.add_column(heading, justify="right", no_wrap=True)
-
-    def add(name: str, totals: Totals) -> None:
-        table.add_row(
-            name,
-            f"{totals.num_prompts:,}",
-            f"{totals.num_new_tokens:,}",
-            _whole(totals.tokens_per_second),
-            _whole(totals.end_to_end_tokens_per_second),
-            _share(totals.acceptance_rate),
-            _plain(totals.mean_acceptance_length),
-        )
-
-    for totals in result.by_category:
-        add(totals.category or "(none)", totals)
-    add("all", result.total)
-    return table
-
-
-def profile_table(found: Profile) -> Table:
-    """Where a round goes, and how near each part is to its limit."""
-    what = f"a round of K = {found.k}, {found.tokens_per_round:.2f} tokens" if found.k else "a plain step"
-    table = Table(title=f"Profile: {what} (medians of {found.num_rounds})", title_justify="left")
-    table.add_column("part", no_wrap=True)
-    for heading in ("ms", "share", "limit ms", "of the limit"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for part in (*found.parts, found.whole):
-        limit = part.limit_seconds
-        table.add_row(
-            part.name,
-            f"{part.seconds * 1e3:.3f}",
-            _share(part.seconds / found.whole.seconds),
-            f"{limit * 1e3:.3f}" if limit else "-",
-            _share(limit / part.seconds) if limit else "-",
-        )
-    table.caption = (
-        "limit: the time of summing as many bytes as each pass reads, with the same threads; caches may beat it"
-    )
-    table.caption_justify = "left"
-    return table
+Report = Mapping[str, Any]  # of a training
 
 
 def _range(interval: Interval | None) -> str:
@@ -247,28 +40,197 @@ def _plain(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def print_lines(lines: Sequence[str]) -> None:
-    """Print sentences, wrapped to the terminal's width; what is indented stays so."""
-    console = make_console()
-    for line in lines:
-        text = Text(line.strip())
-        console.print(Padding(text, (0, 0, 0, len(line) - len(line.lstrip()))) if line[:1] == " " else text)
+def _predicted(row: SweepRow | BreakRow) -> str:
+    """Marked where it and the measurement are further apart than their intervals explain."""
+    return _times(row.predicted_speedup) + ("!" if row.prediction_agrees is False else "")
 
 
-def print_tables(console: Console, *tables: Table | None) -> None:
-    """Print those that there are."""
-    for table in tables:
-        if table is not None:
-            print_table(console, table)
+def _title(what: str, result: Sweep | BreakIt) -> str:
+    """With how texts ended, where that is not how a user's do."""
+    return f"{what}, temperature {result.temperature:g}" + (", end tokens ignored" if result.ignores_eos else "")
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print a table whole: where the terminal is too narrow, as one `heading: value` line a cell."""
-    needed = console.measure(table, options=console.options.update_width(_UNLIMITED)).maximum
-    if console.is_terminal and needed > console.width:
-        headings = [str(column.header) for column in table.columns]
-        console.print(str(table.title), style="bold")
-        for cells in zip(*(column.cells for column in table.columns), strict=True):
-            console.print(", ".join(f"{h or 'speed'}: {c}" for h, c in zip(headings, cells, strict=True) if c))
-    else:
-        console.print(table, soft_wrap=False)
+# Of rows that were measured: K, drafters, categories
+_SPEED: Column[Any] = Column("tokens/s", lambda row: _whole(row.tokens_per_second))
+_SPREAD: Column[Any] = Column("+-", lambda row: f"{row.spread:.0f}" if row.spread else "-", wide=True)
+_SPEEDUP: Column[Any] = Column("speedup", lambda row: _times(row.speedup))
+_SPEEDUP_INTERVAL: Column[Any] = Column("95 %", lambda row: _range(row.speedup_interval))
+_PREDICTED: Column[Any] = Column("predicted", lambda row: _predicted(row))
+_PREDICTED_INTERVAL: Column[Any] = Column("predicted\n95 %", lambda row: _range(row.predicted_interval), wide=True)
+_ACCEPTED: Column[Any] = Column("accepted", lambda row: _share(row.acceptance_rate))
+_LENGTH: Column[Any] = Column("tokens/\npass", lambda row: _plain(row.mean_acceptance_length))
+_CATEGORY: Column[Any] = Column("category", lambda row: row.category or "(none)", key=True, text=True)
+
+# Of reports of training
+_MODEL: Column[Report] = Column("model", lambda report: report["name"], key=True, text=True)
+_PARAMETERS: Column[Report] = Column("parameters", lambda report: f"{report['num_parameters']:,}", rank=1)
+_LOSS: Column[Report] = Column("loss", lambda report: report["loss"], rank=1)
+_TRAINED_TOKENS: Column[Report] = Column("tokens", lambda report: f"{report['tokens']:,}", rank=2)
+_TRAINED_SECONDS: Column[Report] = Column("seconds", lambda report: f"{report['seconds']:.0f}", rank=2)
+_TRAIN_LOSS: Column[Report] = Column("train", lambda report: f"{report['train_loss']:.3f}", rank=1)
+
+
+def sweep_table(sweep: Sweep) -> Sheet[SweepRow]:
+    fastest = max(row.tokens_per_second for row in sweep.rows)
+
+    def mark(row: SweepRow) -> str:
+        return "best" if row.k == sweep.best_k else "best?" if row.k in sweep.undecided else ""
+
+    return Sheet(
+        title=labelled(_title(f"K sweep: drafter {sweep.drafter}", sweep), sweep.lossy),
+        columns=(
+            Column("K", lambda row: str(row.k), key=True),
+            _SPEEDUP,
+            _SPEEDUP_INTERVAL,
+            _PREDICTED,
+            _ACCEPTED,
+            _LENGTH,
+            _SPEED,
+            _PREDICTED_INTERVAL,
+            _SPREAD,
+            Column("repeats", lambda row: f"{row.num_repeats}{' fresh' if row.is_fresh else ''}", wide=True),
+            Column("speed", lambda row: "#" * round(12 * row.tokens_per_second / fastest), text=True, wide=True),
+            Column("", mark, text=True),
+        ),
+        rows=sweep.rows,
+        style=lambda row: "bold" if row.k == sweep.best_k else None,
+    )
+
+
+def break_it_table(result: BreakIt) -> Sheet[BreakRow]:
+    return Sheet(
+        title=labelled(_title(f"Break it: K = {result.k}", result), result.lossy),
+        columns=(
+            Column("drafter", lambda row: row.name, key=True, text=True),
+            _SPEEDUP,
+            _SPEEDUP_INTERVAL,
+            _ACCEPTED,
+            Column("alpha", lambda row: _plain(row.expected_acceptance)),
+            Column("break-\neven", lambda row: _plain(row.break_even_alpha)),
+            _LENGTH,
+            Column("c", lambda row: _plain(row.cost_ratio)),
+            _SPEED,
+            Column("predicted", _predicted, wide=True),
+            _PREDICTED_INTERVAL,
+            Column("round\ncost", lambda row: _plain(row.round_cost), wide=True),
+            _SPREAD,
+        ),
+        rows=result.rows,
+        style=lambda row: "red" if row.pays is False else None,
+    )
+
+
+def sweep_categories(sweep: Sweep) -> Sheet[Any] | None:
+    """The categories of the prompts at the best K or, where that is plain decoding, at the fastest other one."""
+    speculative = [row for row in sweep.rows if row.k > 0]
+    if not speculative:
+        return None
+    fastest = max(speculative, key=lambda row: row.tokens_per_second)
+    row = next((row for row in speculative if row.k == sweep.best_k), fastest)
+    return _categories(labelled(f"By category: K = {row.k}", sweep.lossy and row.k > 0), {"": row.by_category})
+
+
+def break_it_categories(result: BreakIt) -> Sheet[Any] | None:
+    """The categories of the prompts under each drafter."""
+    groups = {row.name: row.by_category for row in result.rows if row.name != "baseline"}
+    return _categories(labelled(f"By category: K = {result.k}", result.lossy), groups)
+
+
+def _categories(title: str, groups: Mapping[str, Sequence[CategoryFigures]]) -> Sheet[Any] | None:
+    """groups: by drafter, "" for the one that the title names."""
+    rows = [SimpleNamespace(drafter=name, **asdict(row)) for name, rows in groups.items() for row in rows]
+    if not rows:
+        return None
+    drafter: Column[Any] = Column("drafter", lambda row: row.drafter, key=True, text=True)
+    prompts: Column[Any] = Column("prompts", lambda row: str(row.num_prompts))
+    figures = (_CATEGORY, _SPEEDUP, _SPEEDUP_INTERVAL, _LENGTH, prompts, _SPEED)
+    return Sheet(title=title, columns=(drafter, *figures) if any(groups) else figures, rows=rows)
+
+
+def training_table(reports: Sequence[Report]) -> Sheet[Report]:
+    return Sheet(
+        title="Training",
+        columns=(
+            *(_MODEL, _PARAMETERS, _LOSS, _TRAINED_TOKENS, _TRAINED_SECONDS, _TRAIN_LOSS),
+            Column("validation", lambda report: f"{report['validation_loss']:.3f}"),
+            Column("own text", lambda report: f"{report['own_validation_loss']:.3f}"),
+        ),
+        rows=reports,
+        caption=(
+            "Losses in nats a token: train in the loss trained with, validation cross-entropy on the target's text."
+        ),
+    )
+
+
+def heads_table(reports: Sequence[Report]) -> Sheet[tuple[Report, int]]:
+    """Medusa heads: how long their chains would be, and how often each is right; a row for each head."""
+
+    def once(column: Column[Report]) -> Column[tuple[Report, int]]:
+        """A fact of all heads together, beside the first of them."""
+        return Column(
+            column.heading,
+            lambda row: "" if row[1] else column.cell(row[0]),
+            key=column.key,
+            rank=column.rank,
+            text=column.text,
+        )
+
+    def share(guesses: int) -> Column[tuple[Report, int]]:
+        return Column(f"top-{guesses}", lambda row: _share(row[0]["figures"][f"head_{row[1]}_top_{guesses}"]))
+
+    length: Column[Report] = Column(
+        "tokens/\npass", lambda report: _plain(report["figures"]["expected_acceptance_length"])
+    )
+    facts = (_MODEL, _PARAMETERS, _LOSS, _TRAINED_TOKENS, _TRAINED_SECONDS, _TRAIN_LOSS, length)
+    return Sheet(
+        title="Medusa heads",
+        columns=(*map(once, facts), Column("head", lambda row: str(row[1]), key=True), share(1), share(5)),
+        rows=[
+            (report, head)
+            for report in reports
+            for head in range(sum(name.endswith("_top_1") for name in report["figures"]))
+        ],
+        caption=(
+            "On validation text: tokens a pass expected at temperature 1; how often the token i + 2 positions on is "
+            "the first guess of head i, or among its first five."
+        ),
+    )
+
+
+def generations_table(result: Generations) -> Sheet[Totals]:
+    """What generating from a file of prompts gave: all of them, and each category."""
+    how = f"drafter {result.drafter}, K = {result.k}" if result.k else "plain decoding"
+    return Sheet(
+        title=labelled(f"Generated: {how}, temperature {result.temperature:g}", result.lossy),
+        columns=(
+            Column(
+                "category", lambda row: "all" if row is result.total else row.category or "(none)", key=True, text=True
+            ),
+            Column("prompts", lambda row: f"{row.num_prompts:,}"),
+            Column("tokens", lambda row: f"{row.num_new_tokens:,}"),
+            *(_SPEED, _LENGTH, _ACCEPTED),
+            Column("end to end", lambda row: _whole(row.end_to_end_tokens_per_second)),
+        ),
+        rows=[*result.by_category, result.total],
+    )
+
+
+def profile_table(found: Profile) -> Sheet[Part]:
+    """Where a round goes, and how near each part is to its limit."""
+    what = f"a round of K = {found.k}, {found.tokens_per_round:.2f} tokens" if found.k else "a plain step"
+    return Sheet(
+        title=f"Profile: {what} (medians of {found.num_rounds})",
+        columns=(
+            Column("part", lambda part: part.name, key=True, text=True),
+            Column("ms", lambda part: f"{part.seconds * 1e3:.3f}"),
+            Column("share", lambda part: _share(part.seconds / found.whole.seconds)),
+            Column("limit ms", lambda part: f"{part.limit_seconds * 1e3:.3f}" if part.limit_seconds else "-"),
+            Column(
+                "of the limit", lambda part: _share(part.limit_seconds / part.seconds) if part.limit_seconds else "-"
+            ),
+        ),
+        rows=[*found.parts, found.whole],
+        caption=(
+            "limit: the time of summing as many bytes as each pass reads, with the same threads; caches may beat it"
+        ),
+    )

@@ -32,7 +32,7 @@ from specctl.errors import UsageError
 from specctl.hardware import num_cores
 from specctl.models.backend import Module, choose_backend, load_module
 from specctl.models.checkpoint import open_checkpoint, weights_fingerprint
-from specctl.models.hf import find_folder
+from specctl.models.hf_folder import find_folder
 from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads
 from specctl.models.medusa_checkpoint import load_heads
@@ -316,6 +316,13 @@ class Artefacts:
         if name != "target" and isinstance(self.drafter_config(name), NgramConfig):
             return False
         return not self._source(name).path and (self.model_folder(name) / REPORT).is_file()
+
+    def lacks_heads(self, name: str) -> bool:
+        """Whether a drafter is Medusa heads that would have to be trained, for minutes, before it could draft."""
+        source = self.drafter_config(name)
+        if not isinstance(source, MedusaConfig) or source.path:
+            return False
+        return not self._keeper.is_current(self.model_folder(name), self._recipe(name, source))
 
     def was_trained(self, name: str) -> bool:
         """Whether this object trained it, rather than found it."""

@@ -28,9 +28,17 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def why_not_kernel(
-    shape: LlamaShape, dtype: torch.dtype, device: torch.device, narrate: Callable[[str], None] = lambda line: None
+    shape: LlamaShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    narrate: Callable[[str], None] = lambda line: None,
+    *,
+    build: bool = True,
 ) -> str | None:
-    """Why the kernel cannot run such a model here, or None where it can; it is built first if it is not, and told."""
+    """Why the kernel cannot run such a model here, or None where it can; it is built first if it is not, and told.
+
+    build: False takes for granted that a compiler which is there can build it.
+    """
     if device.type != "cpu":
         return "the kernel runs on a CPU"
     if dtype not in _DTYPES:
@@ -38,9 +46,11 @@ def why_not_kernel(
     if shape.hidden_size % 8 or shape.intermediate_size % 8 or shape.head_dim % layout.BLOCK:
         return "the kernel takes widths that are multiples of 8 and a head dim that is one of 16"
     try:
-        if not library.is_built():
+        is_built = library.is_built()
+        if build and not is_built:
             narrate("building the kernel for this processor, once; it takes seconds")
-        library.load()
+        if build or is_built:
+            library.load()
     except library.KernelUnavailable as error:
         return str(error)
     return None
