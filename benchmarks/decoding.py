@@ -13,7 +13,6 @@ are what counts: the machine's speed drifts, and everything that runs beside it 
 
 import argparse
 import copy
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,6 +38,7 @@ from specctl.experiments.pair import Pair
 from specctl.experiments.timing import measure_costs
 from specctl.experiments.workload import workload
 from specctl.hardware import describe_hardware, describe_versions
+from specctl.run_folder import to_text
 from specctl.stats import collect
 from specctl.stopping import StopRules
 from specctl.training.ensure import Artefacts
@@ -275,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SpecctlError as error:
         sys.exit(f"benchmark: {error}")
     print_result(result)
-    print(json.dumps(result, indent=2))
+    print(to_text(result))
 
 
 if __name__ == "__main__":

@@ -141,7 +141,11 @@ def _describe(detail: dict[str, Any]) -> list[str]:
         return [f"{path}: {text}"] if path else text.splitlines()
     # A field of several types reports once for each; its own name is enough.
     parts = [part for part in location if part not in ("int", "constrained-int") and not part.startswith("literal")]
-    return [f"{'.'.join(parts)}: {detail['msg'][0].lower()}{detail['msg'][1:]}, not {detail['input']!r}"]
+    text = detail["msg"]
+    limit = next((value for name, value in detail.get("ctx", {}).items() if name in ("ge", "gt", "le", "lt")), None)
+    if isinstance(limit, float):  # 1e+15 rather than its zeros
+        text = f"{text.rpartition(' ')[0]} {limit:g}"
+    return [f"{'.'.join(parts)}: {text[0].lower()}{text[1:]}, not {detail['input']!r}"]
 
 
 def _fields_at(location: Sequence[str], kind: str | None) -> list[str]:

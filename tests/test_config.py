@@ -234,3 +234,26 @@ def test_scalars_that_yaml_chokes_on_are_one_line(tmp_path: Path, value: str) ->
 def test_numbers_beyond_the_machine_are_refused(tmp_path: Path, override: str) -> None:
     found = problems(tmp_path, GOOD, override)
     assert found and all(line.startswith(override.partition("=")[0]) for line in found)
+
+
+@pytest.mark.parametrize("loss", ["kl", "acceptance"])
+def test_a_target_learns_from_text_alone(tmp_path: Path, loss: str) -> None:
+    (line,) = problems(tmp_path, GOOD, f"target.training.loss={loss}")
+    assert line == (
+        f"target.training.loss: {loss} learns from the target, so it is for drafters; give ce, or leave it out"
+    )
+    assert load(tmp_path, GOOD, "target.training.loss=ce").target.training.loss == "ce"
+
+
+@pytest.mark.parametrize("drafter", ["drafters.small", "drafters.heads={kind: medusa}"])
+@pytest.mark.parametrize("loss", ["ce", "kl", "acceptance"])
+def test_drafters_learn_from_either(tmp_path: Path, drafter: str, loss: str) -> None:
+    path, equals, value = drafter.partition("=")
+    config = load(tmp_path, GOOD, *([f"{path}={value}"] if equals else []), f"{path}.training.loss={loss}")
+    assert config.drafters[path.partition(".")[2]].training.loss == loss
+
+
+def test_heads_have_no_dropout(tmp_path: Path) -> None:
+    overrides = ("drafters.heads={kind: medusa}", "drafters.heads.training.dropout=0.1")
+    (line,) = problems(tmp_path, GOOD, *overrides)
+    assert line == "drafters.heads.training.dropout: input should be less than or equal to 0, not 0.1"

@@ -1,6 +1,5 @@
 """The `specctl config` group: write a run file to start from, show one resolved, print the schema."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -57,14 +56,16 @@ def show(
 ) -> None:
     """Print every field as a run would see it, defaults and --set included; the output is a run file itself."""
     from specctl.config_file import to_yaml
+    from specctl.run_folder import to_text
 
     resolved = load(config, overrides).model_dump(mode="json")
-    print(json.dumps(resolved, indent=2, ensure_ascii=False) if as_json else to_yaml(resolved).rstrip("\n"))
+    print(to_text(resolved) if as_json else to_yaml(resolved).rstrip("\n"))
 
 
 @configs.command("schema", epilog="Example: specctl config schema")
 def schema() -> None:
     """Print the JSON schema of run files, with which an editor completes and checks them."""
     from specctl.config_file import json_schema
+    from specctl.run_folder import to_text
 
-    print(json.dumps(json_schema(), indent=2))
+    print(to_text(json_schema()))

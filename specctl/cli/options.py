@@ -98,7 +98,8 @@ def progress_bar(what: str, unit: str = "run") -> Iterator[Callable[[int, int], 
 
 def publish(pair: "Pair", name: str, result: Any, as_json: bool) -> bool:
     """Store a result in the run folder; print it where JSON was asked for, and say whether it was."""
-    from specctl.report.files import result_document, save_result, to_text
+    from specctl.report.files import result_document, save_result
+    from specctl.run_folder import to_text
 
     document = result_document(pair.config, result, device=str(pair.device), threads=pair.threads, tuning=pair.tuning)
     path = save_result(pair.config, name, document)

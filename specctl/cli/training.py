@@ -30,9 +30,10 @@ def _train(
 ) -> None:
     """Train "target" or drafters, then show their reports."""
     from specctl.errors import UsageError
-    from specctl.report.files import result_document, save_result, to_text
+    from specctl.report.files import result_document, save_result
     from specctl.report.plots import check_plot, heads_figure, training_figure
     from specctl.report.tables import heads_table, make_console, print_table, training_table
+    from specctl.run_folder import to_text
 
     if force and resume:
         raise UsageError("--force trains anew and --resume goes on with what there is; give one of them")

@@ -40,9 +40,7 @@ def training_table(reports: Sequence[Mapping[str, Any]]) -> Table:
             report["loss"],
             f"{report['tokens']:,}",
             f"{report['seconds']:.0f}",
-            f"{report['train_loss']:.3f}",
-            f"{report['validation_loss']:.3f}",
-            f"{report['own_validation_loss']:.3f}",
+            *(_loss(report[name]) for name in ("train_loss", "validation_loss", "own_validation_loss")),
         )
     table.caption = (
         "Losses in nats a token: train in the loss trained with, validation cross-entropy on the target's text."
@@ -65,8 +63,8 @@ def heads_table(reports: Sequence[Mapping[str, Any]]) -> Table:
             report["loss"],
             f"{report['tokens']:,}",
             f"{report['seconds']:.0f}",
-            f"{report['train_loss']:.3f}",
-            f"{figures['expected_acceptance_length']:.2f}",
+            _loss(report["train_loss"]),
+            _plain(figures["expected_acceptance_length"]),
         ]
         for head in range(sum(name.endswith("_top_1") for name in figures)):
             row = facts if head == 0 else [""] * len(facts)
@@ -232,6 +230,10 @@ def _times(value: float | None) -> str:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _plain(value: float | None) -> str:

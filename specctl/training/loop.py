@@ -179,7 +179,8 @@ class _Run:
         loss = self._task.loss(blocks.sample(self._config.batch_size, self._generator))
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._task.module.parameters(), self._config.gradient_clip)
+        if self._config.gradient_clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._task.module.parameters(), self._config.gradient_clip)
         self._refuse_infinite("loss", float(loss.detach()))
         self._optimizer.step()
         self._losses.append(float(loss.detach()))
