@@ -237,15 +237,21 @@ def test_narrow_terminal_cuts_no_number() -> None:
     [
         (("--prompt", ""), "the prompt is empty"),
         (("--prompt", "xyz " * 80), "the context holds 64"),
-        (("--drafter", "alined"), "did you mean 'aligned'?"),
-        (("--k", "-1"), "decoding.num_speculative_tokens"),
-        (("--k", "99"), "decoding.num_speculative_tokens"),
-        (("--temperature", "-1"), "decoding.temperature"),
+        (("--drafter", "alined"), "specctl: --drafter: no drafter is named 'alined'; did you mean 'aligned'?"),
+        (("--k", "-1"), "specctl: --k: input should be greater than or equal to 0, not -1"),
+        (("--k", "99"), "specctl: --k: input should be less than or equal to 60, not 99"),
+        (("--temperature", "-1"), "specctl: --temperature: input should be greater than or equal to 0, not -1"),
+        (("--temperature", "nan"), "specctl: --temperature: input should be a finite number, not nan"),
+        (("--seed", "-1"), "specctl: --seed: input should be greater than or equal to 0, not -1"),
+        (("--rule", "x"), "specctl: --rule: input should be 'token', 'block' or 'typical', not 'x'"),
         (("--set", "runtime.device=gpu"), "runtime.device: 'gpu' is not a device"),
         (("--set", "runtime.device=cuda:99"), "runtime.device: 'cuda:99' is not available"),
         (("--set", "runtime.device=meta"), "runtime.device: 'meta' is not available"),
         (("--set", "runtime.dtype=float8"), "runtime.dtype"),
-        (("--set", "decoding.temprature=1"), "decoding.temprature: unknown key; did you mean 'temperature'?"),
+        (
+            ("--set", "decoding.temprature=1"),
+            "specctl: --set decoding.temprature: unknown key; did you mean 'temperature'?",
+        ),
         (("--set", "temperature"), "write it as section.field=value"),
     ],
 )
@@ -254,6 +260,20 @@ def test_mistakes_are_usage_errors(tiny: Tiny, arguments: tuple[str, ...], says:
     assert answer.code == 2
     assert says in answer.err and answer.err.startswith("specctl: ")
     assert answer.out == "" and "Traceback" not in answer.err
+
+
+def test_each_wrong_flag_has_a_line(tiny: Tiny) -> None:
+    answer = tiny.specctl("sweep-k", "--temperature", "-1", "--seed", "-1", "--rule", "x", "--drafter", "nope")
+    assert answer.code == 2
+    lines = sorted(line.removeprefix("specctl: ").partition(":")[0] for line in answer.err.splitlines())
+    assert lines == ["--drafter", "--rule", "--seed", "--temperature"]
+
+
+def test_break_it_knows_its_drafters_before_any_work(tiny: Tiny, tmp_path: Path) -> None:
+    fresh = Tiny(tiny.config_path, tmp_path / "fresh")
+    answer = fresh.specctl("break-it", "--drafter", "alined", "--drafter", "distilled")
+    assert answer.code == 2 and not fresh.run_dir.exists()
+    assert answer.err == "specctl: --drafter: no drafter is named 'alined'; did you mean 'aligned'?\n"
 
 
 def test_cuda_without_a_gpu(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

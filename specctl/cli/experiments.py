@@ -15,6 +15,7 @@ from specctl.cli.options import (
     Temperature,
     TraceFile,
     artefacts_of,
+    check_drafters,
     draw,
     load,
     progress_bar,
@@ -87,6 +88,7 @@ def break_it(
     from specctl.report.tables import break_it_categories, break_it_table, make_console, print_tables
 
     loaded = load(config, overrides, k=k, prompts=prompts, temperature=temperature, rule=rule, seed=seed)
+    check_drafters(loaded, drafters or ())
     check_plot(plot)
     with open_trace(trace) as writer:
         artefacts = artefacts_of(loaded, no_train)

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,7 +69,19 @@ def load(config: Path | None, overrides: list[str] | None, **flags: Any) -> "Run
 
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     values = {_FIELDS[name]: value for name, value in flags.items() if value is not None}
-    return load_config(config or default_config_path(), overrides or (), values)
+    typed = {field: f"--{name}" for name, field in _FIELDS.items()}
+    return load_config(config or default_config_path(), overrides or (), values, typed)
+
+
+def check_drafters(config: "RunConfig", names: Sequence[str]) -> None:
+    """Refuse what --drafter names and the config does not have, before any work."""
+    from specctl.config import nearest
+    from specctl.errors import UsageError
+
+    wrong = [name for name in names if name not in config.drafters]
+    if wrong:
+        known = list(config.drafters)
+        raise UsageError("\n".join(f"--drafter: no drafter is named {name!r}{nearest(name, known)}" for name in wrong))
 
 
 def narrate(line: str) -> None:
