@@ -30,6 +30,7 @@ from benchmarks.contenders import Contender, Decode, Measured, Run, interleave
 from benchmarks.limit import Limit, limit_of
 from benchmarks.peers import Peers
 from specctl.chance import SeededChance
+from specctl.cli.progress import show_progress
 from specctl.config_file import load_config
 from specctl.decoding import plain, speculative
 from specctl.drafters.draft_model import DraftModel
@@ -270,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of(arguments)
     try:
         config = load_config(options.config, options.overrides, _LAW)
-        artefacts = Artefacts(config, narrate=lambda line: print(line, file=sys.stderr), progress=sys.stderr.isatty())
+        artefacts = Artefacts(config, narrate=lambda line: print(line, file=sys.stderr), progress=show_progress)
         result = benchmark(Pair(artefacts), options.drafter or config.decoding.drafter, options)
     except SpecctlError as error:
         sys.exit(f"benchmark: {error}")

@@ -18,9 +18,9 @@ from specctl.cli.options import (
     check_drafters,
     draw,
     load,
-    progress_bar,
     publish,
 )
+from specctl.cli.progress import show_progress
 
 
 def sweep_k(
@@ -54,7 +54,7 @@ def sweep_k(
         drafter_name = loaded.decoding.drafter
         if drafter_name != "none":
             pair.prepare([drafter_name], pair.ks(drafter_name)[-1])
-        with progress_bar("sweep-k") as progress:
+        with show_progress("sweep-k", "run") as progress:
             result = run(pair, loaded.decoding.drafter, progress, writer)
     if not publish(pair, "sweep-k", result, as_json):
         print_tables(make_console(), sweep_table(result), sweep_categories(result))
@@ -96,7 +96,7 @@ def break_it(
         pair = Pair(artefacts)
         names = list(dict.fromkeys(drafters or loaded.drafters))
         pair.prepare(names, loaded.decoding.num_speculative_tokens)
-        with progress_bar("break-it") as progress:
+        with show_progress("break-it", "run") as progress:
             result = run(pair, names, progress, writer)
     if not publish(pair, "break-it", result, as_json):
         print_tables(make_console(), break_it_table(result), break_it_categories(result))

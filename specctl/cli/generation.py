@@ -22,9 +22,10 @@ from specctl.cli.options import (
     draw,
     load,
     narrate,
-    progress_bar,
     publish,
 )
+from specctl.cli.progress import show_progress
+from specctl.progress import silent
 
 if TYPE_CHECKING:
     from specctl.config import RunConfig
@@ -158,7 +159,7 @@ def _generate_all(
         pair = Pair(artefacts)
         pair.prepare([loaded.decoding.drafter], loaded.decoding.num_speculative_tokens)
         if output:
-            with progress_bar("generate", unit="prompt") as progress:
+            with show_progress("generate", "prompt") as progress:
                 result = generate_file(pair, prompts, output, progress, writer)
             narrate(f"{result.num_found} of {len(prompts)} prompts were done before; the lines are in {output}")
         else:
@@ -179,13 +180,15 @@ def _stream(
 
     encode(prompts, pair.artefacts, pair.target.context_length)  # refuses what does not fit
     lines = []
-    for index, prompt in enumerate(prompts):
-        if not quiet:
-            print(f"== {prompt.id}" + (f" ({prompt.category})" if prompt.category else ""), flush=True)
-        tokenizer, text = pair.artefacts.tokenizer, pair.visible_text()
-        shown = prompt.text + _BREAK * pair.config.chat
-        stream = Stream(make_console(), tokenizer, text, shown, show_rounds, quiet=quiet)
-        result = run(pair, stream.begin, stream.show, trace, text=prompt.text, request=index)
-        stream.finish()
-        lines.append(line_of(prompt, result, pair.config.seed))
+    with (show_progress if quiet else silent)("generate", "prompt") as update:
+        for index, prompt in enumerate(prompts):
+            if not quiet:
+                print(f"== {prompt.id}" + (f" ({prompt.category})" if prompt.category else ""), flush=True)
+            tokenizer, text = pair.artefacts.tokenizer, pair.visible_text()
+            shown = prompt.text + _BREAK * pair.config.chat
+            stream = Stream(make_console(), tokenizer, text, shown, show_rounds, quiet=quiet)
+            result = run(pair, stream.begin, stream.show, trace, text=prompt.text, request=index)
+            stream.finish()
+            lines.append(line_of(prompt, result, pair.config.seed))
+            update(len(lines), len(prompts))
     return summarise(pair, lines)

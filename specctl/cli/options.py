@@ -1,14 +1,14 @@
 """What the commands share: their common options, and the way from a config to a result that is shown and kept."""
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specctl.cli.completion import drafter_names
+from specctl.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,21 +91,7 @@ def narrate(line: str) -> None:
 def artefacts_of(config: "RunConfig", no_train: bool = False) -> "Artefacts":
     from specctl.training.ensure import Artefacts
 
-    return Artefacts(config, narrate=narrate, may_train=not no_train, progress=sys.stderr.isatty())
-
-
-@contextlib.contextmanager
-def progress_bar(what: str, unit: str = "run") -> Iterator[Callable[[int, int], None]]:
-    """A tqdm bar on stderr, driven by (done, total)."""
-    from tqdm import tqdm
-
-    with tqdm(desc=what, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
-
-        def update(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield update
+    return Artefacts(config, narrate=narrate, may_train=not no_train, progress=show_progress)
 
 
 def publish(pair: "Pair", name: str, result: Any, as_json: bool) -> bool:

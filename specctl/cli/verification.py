@@ -18,9 +18,9 @@ from specctl.cli.options import (
     artefacts_of,
     load,
     narrate,
-    progress_bar,
     publish,
 )
+from specctl.cli.progress import show_progress
 
 NumTokens = Annotated[
     int | None, typer.Option("--tokens", min=1, help="Tokens sampled: more see a smaller leak; 20,000 if not given.")
@@ -60,7 +60,7 @@ def verify(
     names = [loaded.decoding.drafter] if drafter else list(loaded.drafters)
     pair.prepare([loaded.decoding.drafter], loaded.decoding.num_speculative_tokens)
     pair.prepare(names, 1)
-    with progress_bar("verify", unit="token") as progress:
+    with show_progress("verify", "token") as progress:
         verdict = run(
             pair,
             greedy_drafters=names,
