@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 from tiny_run import Answer, Tiny, specctl
 
-from specctl import __version__, cli
+from specctl import __version__
+from specctl.cli.commands import app
 from specctl.experiments.sweep_k import Sweep, SweepRow
 from specctl.report.tables import print_table, sweep_table
 from specctl.tokenizer import Tokenizer
@@ -343,7 +344,7 @@ def test_interrupt_outside_training(tiny: Tiny, monkeypatch: pytest.MonkeyPatch)
 def examples() -> list[list[str]]:
     """The arguments of each command's example, as its help prints it."""
     found = []
-    for command in cli.app.registered_commands:
+    for command in app.registered_commands:
         assert command.epilog and command.epilog.startswith("Example: specctl "), command.name
         found.append(shlex.split(command.epilog.removeprefix("Example: specctl ")))
     return found
@@ -363,14 +364,14 @@ def test_help_ends_with_an_example_that_runs(tiny: Tiny, example: list[str]) -> 
 
 
 def cli_epilog(name: str) -> str:
-    (epilog,) = [command.epilog for command in cli.app.registered_commands if command.name == name]
+    (epilog,) = [command.epilog for command in app.registered_commands if command.name == name]
     assert epilog
     return epilog
 
 
 def test_every_command_is_tested_here() -> None:
     elsewhere = {"verify", "inspect"}  # tested in files of their own
-    assert {command.name for command in cli.app.registered_commands} == {*COMMANDS, *elsewhere}
+    assert {command.name for command in app.registered_commands} == {*COMMANDS, *elsewhere}
 
 
 def test_version() -> None:

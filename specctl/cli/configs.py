@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from specctl.cli.interrupts import keep
 from specctl.cli.options import ConfigPath, Overrides, load, narrate
 from specctl.errors import UsageError
 
@@ -40,6 +41,7 @@ def init(
         raise UsageError(f"{path} exists; --force overwrites it, or choose another name")
     found = measure_text(text) if text else None
     write_atomic(path, starter(path.stem, found).encode("utf-8"))
+    keep(f"{path} is written")
     if found:
         narrate(f"wrote {path}: {found.num_documents:,} documents, {found.num_characters:,} characters of text")
     else:

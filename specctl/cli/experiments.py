@@ -1,5 +1,6 @@
 """The commands that measure: the K sweep and the break-it comparison."""
 
+from specctl.cli.interrupts import keep
 from specctl.cli.options import (
     AsJson,
     ConfigPath,
@@ -18,6 +19,7 @@ from specctl.cli.options import (
     check_drafters,
     draw,
     load,
+    nothing_kept,
     publish,
 )
 from specctl.cli.progress import show_progress
@@ -46,6 +48,7 @@ def sweep_k(
 
     flags = {"drafter": drafter, "prompts": prompts, "temperature": temperature, "rule": rule, "seed": seed}
     loaded = load(config, overrides, **flags)
+    keep(nothing_kept(loaded, "measurement", trace))
     check_plot(plot)
     with open_trace(trace) as writer:
         artefacts = artefacts_of(loaded, no_train)
@@ -88,6 +91,7 @@ def break_it(
     from specctl.report.tables import break_it_categories, break_it_table, make_console, print_tables
 
     loaded = load(config, overrides, k=k, prompts=prompts, temperature=temperature, rule=rule, seed=seed)
+    keep(nothing_kept(loaded, "measurement", trace))
     check_drafters(loaded, drafters or ())
     check_plot(plot)
     with open_trace(trace) as writer:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specctl.cli.interrupts import keep
 from specctl.cli.options import (
     AsJson,
     ConfigPath,
@@ -22,6 +23,7 @@ from specctl.cli.options import (
     draw,
     load,
     narrate,
+    nothing_kept,
     publish,
 )
 from specctl.cli.progress import show_progress
@@ -69,6 +71,8 @@ def generate(
         raise UsageError("--prompt is one prompt and --prompts a file of them; give one of the two")
     flags = {"k": k, "temperature": temperature, "drafter": drafter, "rule": rule, "seed": seed}
     loaded = load(config, overrides, prompt=prompt, prompts=prompts, **flags)
+    lines = f"the finished lines in {output} are kept, and the same command goes on"
+    keep(lines if output else nothing_kept(loaded, "text", trace))
     if prompt is None and loaded.prompts is not None:
         for flag, given in (("--plot", plot), ("--profile", profile)):
             if given:
@@ -118,8 +122,10 @@ def _generate_one(
             rounds.append(round_)
             stream.show(round_)
 
-        result = run(pair, stream.begin, show, writer)
-    stream.finish()
+        try:
+            result = run(pair, stream.begin, show, writer)
+        finally:
+            stream.finish()
     narrate(summary(result))
     publish(pair, "generate", result, as_json)
     if profile:
@@ -187,8 +193,10 @@ def _stream(
             tokenizer, text = pair.artefacts.tokenizer, pair.visible_text()
             shown = prompt.text + _BREAK * pair.config.chat
             stream = Stream(make_console(), tokenizer, text, shown, show_rounds, quiet=quiet)
-            result = run(pair, stream.begin, stream.show, trace, text=prompt.text, request=index)
-            stream.finish()
+            try:
+                result = run(pair, stream.begin, stream.show, trace, text=prompt.text, request=index)
+            finally:
+                stream.finish()
             lines.append(line_of(prompt, result, pair.config.seed))
             update(len(lines), len(prompts))
     return summarise(pair, lines)

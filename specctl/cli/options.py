@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specctl.cli.completion import drafter_names
+from specctl.cli.interrupts import keep
 from specctl.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -94,6 +95,12 @@ def artefacts_of(config: "RunConfig", no_train: bool = False) -> "Artefacts":
     return Artefacts(config, narrate=narrate, may_train=not no_train, progress=show_progress)
 
 
+def nothing_kept(config: "RunConfig", what: str, trace: Path | None = None) -> str:
+    """What stays if a command is interrupted whose result is written at its end."""
+    rounds = f"; the rounds so far are in {trace}" if trace else ""
+    return f"nothing of this {what} is kept, the models in {config.run_dir} are{rounds}"
+
+
 def publish(pair: "Pair", name: str, result: Any, as_json: bool) -> bool:
     """Store a result in the run folder; print it where JSON was asked for, and say whether it was."""
     from specctl.report.files import result_document, save_result
@@ -101,6 +108,7 @@ def publish(pair: "Pair", name: str, result: Any, as_json: bool) -> bool:
 
     document = result_document(pair.config, result, device=str(pair.device), threads=pair.threads, tuning=pair.tuning)
     path = save_result(pair.config, name, document)
+    keep(f"the result is in {path}")
     narrate(f"saved {path}")
     if as_json:
         print(to_text(document))

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specctl.cli.interrupts import keep
 from specctl.cli.options import (
     AsJson,
     ConfigPath,
@@ -37,6 +38,7 @@ def _train(
 
     if force and resume:
         raise UsageError("--force trains anew and --resume goes on with what there is; give one of them")
+    keep(f"what was finished is kept in {config.run_dir}, and the same command goes on")
     check_plot(plot)
     artefacts = artefacts_of(config)
     for name in names:

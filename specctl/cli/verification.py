@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from specctl.cli.interrupts import keep
 from specctl.cli.options import (
     AsJson,
     ConfigPath,
@@ -18,6 +19,7 @@ from specctl.cli.options import (
     artefacts_of,
     load,
     narrate,
+    nothing_kept,
     publish,
 )
 from specctl.cli.progress import show_progress
@@ -53,6 +55,7 @@ def verify(
     loaded = load(
         config, overrides, drafter=drafter, rule=rule, k=k, prompts=prompts, temperature=temperature, seed=seed
     )
+    keep(nothing_kept(loaded, "verification"))
     check_wanted(loaded)
     artefacts = artefacts_of(loaded, no_train)
     check_prompts(artefacts)
