@@ -1,4 +1,4 @@
-"""The command that proves: does this pair keep the target's law?"""
+"""The command that verifies: does anything in this pair depart from the target's distribution?"""
 
 from typing import Annotated
 
@@ -44,7 +44,7 @@ def verify(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove on your own pair that the output keeps the target's law; exit code 3 if it does not."""
+    """Test on your own pair that the output keeps the target's distribution; exit code 3 if it does not."""
     from specctl.experiments.pair import Pair
     from specctl.experiments.verify.verdict import NUM_TOKENS, check_wanted
     from specctl.experiments.verify.verdict import verify as run
@@ -76,7 +76,10 @@ def verify(
         print_tables(make_console(), verdict_table(verdict), planted_table(verdict))
         if verdict.note:
             print(verdict.note)
-        print(f"The output {'keeps' if verdict.holds else 'does NOT keep'} the target's law.")
+        keeps = (
+            "keeps the target's law, as far as this run can tell" if verdict.holds else "does NOT keep the target's law"
+        )
+        print(f"The output {keeps}.")
         if verdict.planted is not None:
             print(f"{'Every' if verdict.all_caught else 'NOT every'} planted bug was caught as its row says.")
     if not (verdict.holds and verdict.all_caught):
