@@ -151,7 +151,7 @@ def _continue_all(
     first: int,
     generator: torch.Generator,
     wanted: int,
-    on_drawn: Callable[[int], None],
+    on_drawn: Callable[[int], None] = lambda count: None,
 ) -> list[tuple[Ids, int]]:
     """(prompt and continuation, new tokens) of the prompts from the first on; no more than `wanted` tokens need.
 
