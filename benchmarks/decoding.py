@@ -13,7 +13,6 @@ are what counts: the machine's speed drifts, and everything that runs beside it 
 
 import argparse
 import copy
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from benchmarks.contenders import Contender, Decode, Measured, Run, interleave
 from benchmarks.limit import Limit, limit_of
 from benchmarks.peers import Peers
 from specctl.chance import SeededChance
+from specctl.cli.progress import show_progress
 from specctl.config_file import load_config
 from specctl.decoding import plain, speculative
 from specctl.drafters.draft_model import DraftModel
@@ -37,6 +37,7 @@ from specctl.experiments.timing import measure_costs
 from specctl.experiments.workload import workload
 from specctl.hardware import describe_hardware, describe_versions
 from specctl.report.layout import Column, Sheet, make_console, print_tables
+from specctl.run_folder import to_text
 from specctl.stats import collect
 from specctl.stopping import StopRules
 from specctl.training.ensure import Artefacts
@@ -266,12 +267,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of(arguments)
     try:
         config = load_config(options.config, options.overrides, _LAW)
-        artefacts = Artefacts(config, narrate=lambda line: print(line, file=sys.stderr), progress=sys.stderr.isatty())
+        artefacts = Artefacts(config, narrate=lambda line: print(line, file=sys.stderr), progress=show_progress)
         result = benchmark(Pair(artefacts), options.drafter or config.decoding.drafter, options)
     except SpecctlError as error:
         sys.exit(f"benchmark: {error}")
     print_result(result)
-    print(json.dumps(result, indent=2))
+    print(to_text(result))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Prints a table on stderr and JSON on stdout.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from statistics import median
@@ -20,6 +19,7 @@ from specctl.acceptance import block_rule, token_rule
 from specctl.chance import SeededChance
 from specctl.drafters.base import DenseProposal, PointProposal
 from specctl.hardware import describe_hardware, describe_versions
+from specctl.run_folder import to_text
 
 _VOCAB_SIZES = (2_000, 150_000)
 _CALLS = 3  # a trial takes the fastest of these, with its own data in the caches as in a round
@@ -91,7 +91,7 @@ def main() -> None:
         "hardware": describe_hardware("cpu", arguments.threads),
         "versions": describe_versions(),
     }
-    print(json.dumps(result, indent=2))
+    print(to_text(result))
 
 
 if __name__ == "__main__":
