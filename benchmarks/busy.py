@@ -9,7 +9,6 @@ thread at every K. The loads are not pinned to a core. A table goes to stderr, J
 
 import argparse
 import contextlib
-import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from specctl.drafters.draft_model import DraftModel
 from specctl.experiments.pair import Pair
 from specctl.experiments.workload import workload
 from specctl.hardware import describe_hardware, describe_versions, num_cores
+from specctl.run_folder import to_text
 from specctl.stats import collect
 from specctl.training.ensure import Artefacts
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{line}{all_cores / one:.2f}", file=sys.stderr)
     result = {"threads": many, "tokens_per_second": found, "worst_ratio_beside_load": worst}
     machine = {"hardware": describe_hardware(str(pair.device), many), "versions": describe_versions()}
-    print(json.dumps(result | machine, indent=2))
+    print(to_text(result | machine))
 
 
 if __name__ == "__main__":

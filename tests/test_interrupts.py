@@ -298,7 +298,7 @@ def test_a_text_that_is_cut_short_ends_its_line(tiny: Tiny, monkeypatch: pytest.
 
 
 def test_a_result_that_was_saved_is_named(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specctl.report.tables.print_tables", interrupting)
+    monkeypatch.setattr("specctl.report.layout.print_tables", interrupting)
     for command, *more in (("sweep-k",), ("break-it",), ("verify", "--tokens", "100")):
         answer = tiny_copy.specctl(command, "--drafter", "aligned", *more)
         path = tiny_copy.run_dir / "results" / f"{command}.json"
