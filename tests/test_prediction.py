@@ -1,6 +1,7 @@
 """What theory predicts, with numbers: every round at its own cost, and an interval that holds as often as it says."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ def costs(rounds: dict[int, list[float]], plain: list[float]) -> Costs:
 
 def passes(tokens: list[float], **rounds: list[float]) -> Passes:
     """rounds: `d4=[..]` is how many rounds drafted 4 tokens, prompt by prompt."""
-    return Passes(tokens=np.array(tokens), rounds={int(size[1:]): np.array(counts) for size, counts in rounds.items()})
+    found = {int(size[1:]): np.array(counts) for size, counts in rounds.items()}
+    return Passes(tokens=np.array(tokens), rounds=found, requests=np.ones(len(tokens)))
 
 
 EVEN = costs({0: [1.0] * 4, 1: [2.0] * 4, 4: [3.5] * 4}, [1.0] * 4)
@@ -83,7 +85,7 @@ def test_a_prediction_and_a_measurement_agree_about_as_often_as_they_say() -> No
     plain = intervals.Timings(tokens=np.full(12, 64.0), seconds=np.full(12, 64.0), rounds=np.full(12, 64.0))
     for seed in range(100):
         tokens, rounds = np.full(12, 64.0), 20 * np.exp(generator.normal(0, 0.15, (2, 12)))
-        found = predict(Passes(tokens=tokens, rounds={4: rounds[0]}), EVEN, seed)
+        found = predict(Passes(tokens=tokens, rounds={4: rounds[0]}, requests=np.ones(12)), EVEN, seed)
         fast = intervals.Timings(tokens=tokens, seconds=3.5 * rounds[1], rounds=rounds[1])
         interval, measured = intervals.speedup_interval(fast, plain, seed), 64 / (3.5 * rounds[1].mean())
         assert interval is not None
@@ -169,11 +171,19 @@ def test_overhead_is_what_the_parts_of_a_round_do_not_explain(tiny: Tiny, monkey
     assert [found.round_cost(size) for size in (0, 1, 2, 3)] == [1.0, 4.25, 4.5, 4.75]
 
 
+def test_a_slow_opening_counts_once_a_request_on_both_sides() -> None:
+    """Two requests: 2 plain steps more for plain decoding's, 3 more for those that draft."""
+    opened = replace(EVEN, plain_opening=2.0, round_opening={4: 3.0})
+    found = predict(replace(passes([40.0], d4=[10.0]), requests=np.array([2.0])), opened, 0)
+    assert found.speedup == pytest.approx((40 + 2 * 2) / (10 * 3.5 + 2 * 3))
+
+
 def test_the_first_round_of_a_request_is_left_out(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pass after a prompt takes 50 times as long here: no cost knows of it."""
     found = measure_costs(Clock(tiny, monkeypatch, first_pass=50.0).pair, "distilled", [1, 3])
     assert found.target_step_seconds == 1.0
     assert [found.round_cost(size) for size in (0, 1, 3)] == [1.0, 4.25, 4.75]
+    assert (found.plain_opening, found.round_opening) == (49.0, {0: 49.0, 1: 49.0, 3: 49.0})
 
 
 def test_a_trial_has_as_many_rounds_as_the_context_holds(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +197,7 @@ def test_a_trial_has_as_many_rounds_as_the_context_holds(tiny: Tiny, monkeypatch
         lambda prompt, **options: counts.append(options["stop"].max_new_tokens) or plain(prompt, **options),
     )
     CostTimer(pair, "distilled", [3])
-    assert counts == [(64 - 3) // 2 - 2 + 1]  # a context of 64 tokens; the first round does not count
+    assert counts == [4 + (64 - 3) // 2 - 2 - 4]  # a context of 64 tokens; the first four rounds do not count
 
 
 def test_sizes_that_were_not_timed_lie_between_those_that_were() -> None:

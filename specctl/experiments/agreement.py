@@ -22,10 +22,14 @@ _FIRST_REQUEST = 1_000_000  # apart from every measured request
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Passes:
-    """What decoding took, prompt by prompt. tokens: [P] new tokens; rounds: {tokens drafted: [P] rounds}."""
+    """What decoding took, prompt by prompt. tokens: [P] new tokens; rounds: {tokens drafted: [P] rounds}.
+
+    requests: [P], how often each prompt was continued.
+    """
 
     tokens: Floats
     rounds: dict[int, Floats]
+    requests: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,5 +79,5 @@ def agreement_on(
         expected_acceptance=mean(position.overlap for position in judged) if judged else None,
         stats=stats,
         judged=judged,
-        passes=Passes(tokens=tokens, rounds=rounds),
+        passes=Passes(tokens=tokens, rounds=rounds, requests=np.full(len(prompts), float(repeats))),
     )

@@ -1,8 +1,9 @@
 """The speedup that theory gives: tokens from other prompts over what their rounds cost, timed apart.
 
 S = tokens / sum over rounds of cost(tokens drafted), in plain steps: docs/theory.md's S(K) with every round at
-its own size, short last rounds and rounds without a draft among them. Nothing is fitted, and nothing is taken
-from the measurement that it is held against. The interval is a bootstrap over those prompts and over the trials
+its own size, short last rounds and rounds without a draft among them. To both sides comes what the first rounds of
+each request take beyond the others. Nothing is fitted, and nothing is taken from the measurement that it is held
+against. The interval is a bootstrap over those prompts and over the trials
 of the timing together (`intervals.py` says which percentiles).
 
 Shapes: P prompts, R resamples, N trials, S sizes.
@@ -33,13 +34,15 @@ def predict(passes: Passes, costs: Costs, seed: int) -> Prediction:
     sizes = sorted(passes.rounds)
     counts = np.stack([passes.rounds[size] for size in sizes], 1)  # [P, S]
     cost = np.array([costs.round_cost(size) for size in sizes])
-    speedup = float(passes.tokens.sum() / (counts.sum(0) @ cost))
+    plain = passes.tokens + passes.requests * costs.plain_opening  # [P], in plain steps
+    opening = passes.requests * costs.round_opening.get(sizes[-1], 0.0)
+    speedup = float(plain.sum() / (counts.sum(0) @ cost + opening.sum()))
     num_prompts = len(passes.tokens)
     if num_prompts < LEAST_PROMPTS:
         return Prediction(speedup=speedup, interval=None)
     picks = resamples(num_prompts, seed)  # [R, P]
     varied = _varied(costs, sizes, seed)  # [R, S]
-    speedups = passes.tokens[picks].sum(1) / (counts[picks].sum(1) * varied).sum(1)
+    speedups = plain[picks].sum(1) / ((counts[picks].sum(1) * varied).sum(1) + opening[picks].sum(1))
     return Prediction(speedup=speedup, interval=interval_of(speedups, num_prompts))
 
 

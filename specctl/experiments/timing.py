@@ -8,7 +8,7 @@ Shapes: N trials, R resamples.
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice
 from statistics import mean, median
@@ -32,11 +32,12 @@ from specctl.stopping import StopRules
 _CACHED_TOKENS = 64
 _TRIALS = 12  # where nothing is measured beside them
 _TRIALS_BEFORE, _BLOCKS_A_TRIAL = 2, 6  # where something is: before it, and then one after so many blocks
-_ROUNDS = 32  # of a trial: right after a prompt, steps are slower than a request's are on average
+_ROUNDS = 32  # of a trial, after the first ones
+_OPENING = 4  # rounds right after a prompt, which are slower than all others
 _PASSES = 8  # of a trial, for what is no round
 
 PLAIN, EMPTY, DRAFT = "plain", "empty", "draft"
-Part = str | tuple[str, int]  # the three; ("rows", n) of a target pass; ("round", K)
+Part = str | tuple[str, int]  # the three; ("rows", n) of a target pass; ("round", K); ("opening", K) beside each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,7 +47,8 @@ class Costs:
     cost_ratio: one draft step, drawing included. verify_cost: {rows: ratio}. overhead: {K: ratio}, what a round of
     the decoding loop takes beyond K draft steps and its verifying pass.
     plain_seconds: [N], of a plain step in each trial. round_seconds: {K: [N]}, of a round that drafts K tokens; for
-    K = 0 one in which a drafter was asked for some and proposed none.
+    K = 0 one in which a drafter was asked for some and proposed none. plain_opening, round_opening: [N], what the
+    first rounds of a request of plain decoding take beyond that, and those of one that drafts K tokens.
     """
 
     target_step_seconds: float
@@ -55,6 +57,8 @@ class Costs:
     overhead: dict[int, float]
     plain_seconds: Floats
     round_seconds: dict[int, Floats]
+    plain_opening: float = 0.0
+    round_opening: dict[int, float] = field(default_factory=dict)
 
     @property
     def num_trials(self) -> int:
@@ -95,19 +99,20 @@ class CostTimer:
         """
         self._pair, self._ks = pair, sorted(k for k in set(ks) if k > 0)
         context, longest = pair.target.context_length, self._ks[-1]
-        rounds = max(1, min(_ROUNDS, (context - longest) // 2 - 2))
-        cached = min(cached, context - longest - rounds - 2)
+        rounds = max(1, min(_ROUNDS, (context - longest) // 2 - 2 - _OPENING))
+        cached = min(cached, context - longest - rounds - _OPENING - 1)
         if cached < 1:
             raise UsageError(f"K = {longest} does not fit into a context of {context} tokens; lower K")
         prompt = _made_up(pair, cached + 1, longest)
-        self._parts: dict[Part, Callable[[], float]] = {DRAFT: _draft(pair, drafter, prompt, longest)}
-        self._parts[PLAIN] = partial(_rounds, pair, "none", prompt, 0, rounds)
-        self._parts[EMPTY] = partial(_rounds, pair, drafter, prompt, 0, rounds)
+        self._parts: dict[Part, Callable[[], dict[Part, float]]] = {DRAFT: _draft(pair, drafter, prompt, longest)}
+        self._parts[PLAIN] = partial(_rounds, PLAIN, pair, "none", prompt, 0, rounds)
+        self._parts[EMPTY] = partial(_rounds, EMPTY, pair, drafter, prompt, 0, rounds)
         self._parts |= {("rows", n): _target_pass(pair, cached, n) for n in (1, *(k + 1 for k in self._ks))}
-        self._parts |= {("round", k): partial(_rounds, pair, drafter, prompt, k, rounds) for k in self._ks}
+        self._parts |= {
+            ("round", k): partial(_rounds, ("round", k), pair, drafter, prompt, k, rounds) for k in self._ks
+        }
         self._shuffled = random.Random(pair.config.seed)
-        self._times: dict[Part, list[float]] = {part: [] for part in self._parts}
-        self._run()  # to warm up
+        self._times: dict[Part, list[float]] = {part: [] for part in self._run()}  # which warms up, too
 
     def trial(self) -> None:
         """Time every part once more."""
@@ -119,7 +124,8 @@ class CostTimer:
         order = list(self._parts)
         self._shuffled.shuffle(order)
         with self._pair.around_passes():
-            return {part: self._parts[part]() for part in order}
+            found = [self._parts[part]() for part in order]
+        return {part: seconds for each in found for part, seconds in each.items()}
 
     def costs(self) -> Costs:
         return costs_of(self._times, self._ks)
@@ -171,10 +177,12 @@ def costs_of(times: Mapping[Part, Sequence[float]], ks: Sequence[int]) -> Costs:
         overhead={k: seconds["round", k] / step - k * cost_ratio - verify_cost[k + 1] for k in ks},
         plain_seconds=np.array(times[PLAIN]),
         round_seconds=rounds,
+        plain_opening=median(times.get(("opening", -1), [0.0])) / step,
+        round_opening={k: median(times.get(("opening", k), [0.0])) / step for k in rounds},
     )
 
 
-def _draft(pair: Pair, name: str, prompt: list[int], k: int) -> Callable[[], float]:
+def _draft(pair: Pair, name: str, prompt: list[int], k: int) -> Callable[[], dict[Part, float]]:
     """Seconds of a draft step: drafting K tokens, by the token; reading the prompt is not timed."""
     drafter, chance = pair.drafter(name), SeededChance(0)
     ids = torch.tensor([prompt[:-1]], device=pair.device)
@@ -191,7 +199,7 @@ def _draft(pair: Pair, name: str, prompt: list[int], k: int) -> Callable[[], flo
             raise UsageError(f"{drafter.name} cannot draft after {len(prompt)} tokens; its context is too short")
         return seconds / len(drafted)
 
-    return lambda: median(step() for _ in range(_PASSES))
+    return lambda: {DRAFT: median(step() for _ in range(_PASSES))}
 
 
 def _made_up(pair: Pair, length: int, longest: int) -> list[int]:
@@ -200,7 +208,7 @@ def _made_up(pair: Pair, length: int, longest: int) -> list[int]:
     return [place % period for place in range(length)]
 
 
-def _target_pass(pair: Pair, cached: int, rows: int) -> Callable[[], float]:
+def _target_pass(pair: Pair, cached: int, rows: int) -> Callable[[], dict[Part, float]]:
     """Seconds of a pass over `rows` tokens after `cached` ones and its probabilities."""
     session = pair.target.session()
     session.extend(torch.zeros(1, cached, dtype=torch.int64, device=pair.device), num_logits=1)
@@ -214,16 +222,16 @@ def _target_pass(pair: Pair, cached: int, rows: int) -> Callable[[], float]:
         probs[:1, :1].tolist()
         return perf_counter() - started
 
-    return lambda: median(once() for _ in range(_PASSES))
+    return lambda: {("rows", rows): median(once() for _ in range(_PASSES))}
 
 
-def _rounds(pair: Pair, drafter: str, prompt: list[int], k: int, count: int) -> float:
+def _rounds(part: Part, pair: Pair, drafter: str, prompt: list[int], k: int, count: int) -> dict[Part, float]:
     """Seconds of a round of the public loop that drafts K tokens, whatever they are worth: the mean of `count`.
 
-    The first round of a request is left out. K = 0: a plain step for the drafter "none", else a round for which
-    the drafter is asked for no tokens.
+    The first rounds of the request are left out, and what they take beyond that comes beside it. K = 0: a plain step
+    for the drafter "none", else a round for which the drafter is asked for no tokens.
     """
-    stop = StopRules(max_new_tokens=count + 1 + k)
+    stop = StopRules(max_new_tokens=_OPENING + count + k)
 
     def reject_all(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
         """Judge as ever, then keep nothing and close with the first draft: every round is like the one before."""
@@ -231,5 +239,8 @@ def _rounds(pair: Pair, drafter: str, prompt: list[int], k: int, count: int) -> 
         return Verdict(torch.zeros_like(verdict.num_accepted), proposal.ids[:1], verdict.health)
 
     loop = pair.plain if drafter == "none" else partial(pair.speculative, drafter=drafter, k=k, rule=reject_all)
-    events = loop(prompt, stop=stop)
-    return mean(event.seconds for event in islice(events, 1, count + 1) if isinstance(event, Round))
+    events = islice(loop(prompt, stop=stop), _OPENING + count)
+    seconds = [event.seconds for event in events if isinstance(event, Round)]
+    steady = mean(seconds[_OPENING:])
+    opening: Part = ("opening", -1 if part == PLAIN else k)
+    return {part: steady, opening: sum(seconds[:_OPENING]) - _OPENING * steady}
