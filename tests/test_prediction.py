@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -144,13 +145,13 @@ class Clock:
         self.now, self.pair = 0.0, tiny.pair(BY_STEPS)
         sessions = type(self.pair.target.session())
         extend, clock = sessions.extend, self
-        fresh: set[int] = set()
+        seen: WeakSet[Any] = WeakSet()
 
         def timed_extend(session: Any, ids: Tensor, num_logits: int | None = None) -> Forward:
             is_target = session._decoder is clock.pair.target
-            slow = is_target and ids.shape[1] < 8 and id(session) not in fresh
+            slow = is_target and ids.shape[1] < 8 and session not in seen
             if is_target and ids.shape[1] < 8:
-                fresh.add(id(session))
+                seen.add(session)
             clock.now += (first_pass if slow else 1.0) if is_target else 0.25
             return extend(session, ids, num_logits)
 
