@@ -1,9 +1,10 @@
-"""Ours, the seed's loops and transformers on the same checkpoints and prompts, interleaved in one run.
+"""Ours, the seed's loops and other libraries on the same checkpoints and prompts, interleaved in one run.
 
-    python -m benchmarks.decoding [--config benchmarks/pair.yaml] [--peers-only] [--quick] [--skip-compiled]
+    python -m benchmarks.decoding [--config benchmarks/pair.yaml] [--peers-only] [--peers NAME...] [--quick] [--skip-compiled]
 
 Greedy and at T = 1: plain, speculative at each K, the loops without a cache that this project began with, and
-transformers' `generate` (`peers.py`). Beside them the limit, tokens a second if a pass only streamed the target's
+the peers that are installed (`peers`): transformers, llama.cpp, openvino-genai, each with the threads that it is the
+fastest with and in a process of its own. Beside them the limit, tokens a second if a pass only streamed the target's
 weights, from the bandwidth of summing a buffer of their size in the same loop; and the price of passes over n rows.
 
 The run is any run file's, a missing model is trained first; `path:` models do as well. Every request is timed whole,
@@ -15,9 +16,10 @@ import argparse
 import copy
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -26,7 +28,8 @@ import torch
 from benchmarks.cacheless import Cacheless
 from benchmarks.contenders import Contender, Decode, Measured, Run, interleave
 from benchmarks.limit import Limit, limit_of
-from benchmarks.peers import Peers
+from benchmarks.peers import KINDS, Setting, child
+from benchmarks.threads import candidates
 from specctl.chance import SeededChance
 from specctl.config_file import load_config
 from specctl.decoding import plain, speculative
@@ -43,7 +46,7 @@ from specctl.training.ensure import Artefacts
 
 _ROWS = (2, 3, 5, 8, 9)  # of a pass, beside 1
 _TEMPERATURES = (0.0, 1.0)
-_PEER_K = 4
+_CACHELESS_K = 4
 _LAW: dict[str, Any] = {  # temperature alone, as transformers is told
     "decoding.draft_temperature": None,
     "decoding.top_k": 0,
@@ -100,6 +103,7 @@ def cacheless(pair: Pair, drafter: str, k: int) -> Decode:
 def _run(events: Any, started: float) -> Run:
     token_ids, stats = collect(events)
     return Run(
+        num_tokens=len(token_ids),
         token_ids=token_ids,
         seconds=perf_counter() - started,
         num_passes=stats.num_rounds,
@@ -108,33 +112,58 @@ def _run(events: Any, started: float) -> Run:
     )
 
 
-def contenders_of(pair: Pair, drafter: str, ks: Sequence[int], options: argparse.Namespace) -> list[Contender]:
-    """Everything that is run, by temperature, ours first."""
-    draft_model, folder = isinstance(pair.drafter(drafter), DraftModel), pair.artefacts.model_folder
-    theirs = Peers(
-        folder("target"),
-        folder(drafter) if draft_model else None,
-        k=_PEER_K,
-        dtype=getattr(torch, pair.config.runtime.dtype),
-        device=pair.device,
-        compiled=not options.skip_compiled,
-    )
+def contenders_of(pair: Pair, drafter: str, ks: Sequence[int], with_cacheless: bool) -> list[Contender]:
+    """Ours, by temperature."""
     found: list[Contender] = []
     for temperature in _TEMPERATURES:
         tempered = at_temperature(pair, temperature)
         mine = {f"speculative, K = {k}" if k else "plain": ours(tempered, drafter, k) for k in (0, *ks)}
-        slow = {} if options.peers_only else {"plain, no cache": cacheless(tempered, drafter, 0)}
-        if slow and draft_model:
-            slow[f"speculative, no cache, K = {_PEER_K}"] = cacheless(tempered, drafter, _PEER_K)
+        slow = {"plain, no cache": cacheless(tempered, drafter, 0)} if with_cacheless else {}
+        if slow and isinstance(pair.drafter(drafter), DraftModel):
+            slow[f"speculative, no cache, K = {_CACHELESS_K}"] = cacheless(tempered, drafter, _CACHELESS_K)
         found += [
-            Contender(name=name, temperature=temperature, decode=decode, slow=name in slow)
-            for name, decode in (mine | slow | theirs.at(temperature)).items()
+            Contender(name=name, temperature=temperature, decode=decode, threads=pair.threads, slow=name in slow)
+            for name, decode in (mine | slow).items()
         ]
     return found
 
 
-def rows_of(contenders: Sequence[Contender], measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """One row a contender; speedup over our plain decoding at the same temperature.
+def setting_of(pair: Pair, drafter: str, options: argparse.Namespace, folder: Path) -> Setting:
+    """What the peers decode."""
+    model_folder = pair.artefacts.model_folder
+    return Setting(
+        target=model_folder("target"),
+        draft=model_folder(drafter) if isinstance(pair.drafter(drafter), DraftModel) else None,
+        ks=options.peer_k,
+        context_length=pair.target.context_length,
+        dtype=getattr(torch, pair.config.runtime.dtype),
+        device=pair.device,
+        folder=folder,
+        compiled=not options.skip_compiled,
+    )
+
+
+def peers_of(
+    children: dict[str, child.Child], pair: Pair, prompt: list[int], num_new_tokens: int
+) -> tuple[list[Contender], dict[str, str]]:
+    """Every way in which the peers decode, and why some of them do not, by name."""
+    counts = candidates(pair.config.runtime.threads) if pair.device.type == "cpu" else [pair.threads]
+    found: list[Contender] = []
+    failed: dict[str, str] = {}
+    for name, peer in children.items():
+        pair.artefacts.narrate(f"choosing the threads of {name}")
+        for mode in child.contenders_of(peer, _TEMPERATURES, counts, prompt, num_new_tokens):
+            if isinstance(mode, Contender):
+                found.append(mode)
+            else:
+                failed |= [mode]
+    return found, failed
+
+
+def rows_of(
+    contenders: Sequence[Contender], measured: Sequence[Measured], to_text: Callable[[Sequence[int]], str]
+) -> list[dict[str, Any]]:
+    """One row a contender that did not fail, by temperature; speedup over our plain decoding at the same one.
 
     same_text: at temperature 0, the share of prompts on which the text is our plain decoding's.
     """
@@ -145,12 +174,16 @@ def rows_of(contenders: Sequence[Contender], measured: Sequence[Measured]) -> li
     }
     rows = []
     for contender, found in zip(contenders, measured, strict=True):
+        if found.failure is not None:
+            continue
         baseline = plain[contender.temperature]
-        same = [mine == theirs for mine, theirs in zip(found.first_texts, baseline.first_texts, strict=True)]
+        runs = zip(baseline.first_runs, found.first_runs, strict=True)
+        same = [is_same(mine, theirs, to_text) for mine, theirs in runs]
         rows.append(
             {
                 "name": contender.name,
                 "temperature": contender.temperature,
+                "threads": contender.threads,
                 "tokens_per_second": found.tokens_per_second,
                 "speedup": found.tokens_per_second / baseline.tokens_per_second,
                 "tokens_per_pass": found.tokens_per_pass,
@@ -159,7 +192,15 @@ def rows_of(contenders: Sequence[Contender], measured: Sequence[Measured]) -> li
                 "num_runs": len(found.seconds_per_token),
             }
         )
-    return rows
+    return sorted(rows, key=lambda row: row["temperature"])
+
+
+def is_same(mine: Run, theirs: Run, to_text: Callable[[Sequence[int]], str]) -> bool:
+    """Whether a request's ids are ours, or its text where it has no ids: less the half of a character at its end."""
+    assert mine.token_ids is not None
+    if theirs.token_ids is not None:
+        return theirs.token_ids == mine.token_ids
+    return (theirs.text or "").rstrip("\ufffd") == to_text(mine.token_ids).rstrip("\ufffd")
 
 
 def benchmark(pair: Pair, drafter: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -178,23 +219,33 @@ def benchmark(pair: Pair, drafter: str, options: argparse.Namespace) -> dict[str
             f"prompt and new tokens are {longest}, and the context holds {pair.target.context_length}; "
             "lower --new-tokens"
         )
-    contenders = contenders_of(pair, drafter, ks, options)
+    contenders = contenders_of(pair, drafter, ks, with_cacheless=not options.peers_only)
     limit = None if options.peers_only else limit_of(pair)
-    measured = interleave(
-        contenders,
-        prompts,
-        num_new_tokens=num_new_tokens,
-        repeats=repeats,
-        threads=pair.threads,
-        between=limit.measure if limit else lambda: None,
-    )
+    with TemporaryDirectory(prefix="specctl-bench-") as folder:
+        setting = setting_of(pair, drafter, options, Path(folder))
+        with child.opened(options.peers, setting) as (children, skipped):
+            theirs, failed = peers_of(children, pair, prompts[0], num_new_tokens)
+            contenders += theirs
+            measured = interleave(
+                contenders,
+                prompts,
+                num_new_tokens=num_new_tokens,
+                repeats=repeats,
+                between=limit.measure if limit else lambda: None,
+            )
+    failures = {
+        f"{contender.name}, T = {contender.temperature:g}": found.failure
+        for contender, found in zip(contenders, measured, strict=True)
+        if found.failure is not None
+    }
     result: dict[str, Any] = {
         "config": str(options.config),
         "drafter": drafter,
         "num_prompts": len(prompts),
         "new_tokens": num_new_tokens,
         "repeats": repeats,
-        "rows": rows_of(contenders, measured),
+        "rows": rows_of(contenders, measured, pair.artefacts.tokenizer.decode),
+        "skipped": skipped | failed | failures,
     }
     if limit:
         result |= parts_of(pair, drafter, limit, measured[0])
@@ -224,6 +275,7 @@ def print_result(result: dict[str, Any]) -> None:
         columns=(
             Column("T", lambda row: f"{row['temperature']:g}", key=True),
             Column("decoding", lambda row: row["name"], key=True, text=True),
+            Column("threads", lambda row: f"{row['threads']}"),
             Column("tokens/s", lambda row: f"{row['tokens_per_second']:.0f}"),
             Column("over\nplain", lambda row: f"{row['speedup']:.2f}x"),
             Column("tokens/\npass", lambda row: _or_dash(row["tokens_per_pass"], "{:.2f}")),
@@ -233,6 +285,8 @@ def print_result(result: dict[str, Any]) -> None:
         rows=result["rows"],
     )
     print_tables(make_console(stderr=True), table, wide=True)
+    for name, reason in result["skipped"].items():
+        print(f"without {name}: {reason}", file=sys.stderr)
     if "limit" in result:
         limit, costs = result["limit"], result["verify_cost"]
         print(
@@ -256,7 +310,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--k", type=int, nargs="+", help="K to measure; 1 to 8")
     parser.add_argument("--repeats", type=int, help="times that each runs on each prompt (sweep.repeats)")
     parser.add_argument("--new-tokens", type=int, help="of each request (sweep.max_new_tokens)")
-    parser.add_argument("--peers-only", action="store_true", help="ours and transformers alone")
+    parser.add_argument("--peers-only", action="store_true", help="our loops and the peers alone")
+    parser.add_argument("--peers", nargs="*", choices=KINDS, default=list(KINDS), help="those to run, if installed")
+    parser.add_argument("--peer-k", type=int, nargs="+", default=[4], help="tokens that peers draft a round; 4")
     parser.add_argument("--skip-compiled", action="store_true", help="compiling takes transformers minutes")
     parser.add_argument("--quick", action="store_true", help="a smoke test: one prompt, few tokens, two K")
     return parser.parse_args(arguments)
