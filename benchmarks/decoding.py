@@ -1,6 +1,6 @@
 """Ours, the seed's loops and other libraries on the same checkpoints and prompts, interleaved in one run.
 
-    python -m benchmarks.decoding [--config benchmarks/pair.yaml] [--peers-only] [--peers NAME...] [--quick] [--skip-compiled]
+    python -m benchmarks.decoding [--config benchmarks/pair.yaml] [--peers-only] [--peers NAME...] [--skip-compiled]
 
 Greedy and at T = 1: plain, speculative at each K, the loops without a cache that this project began with, and
 the peers that are installed (`peers`): transformers, llama.cpp, openvino-genai, each with the threads that it is the

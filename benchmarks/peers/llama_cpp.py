@@ -17,7 +17,7 @@ FORMATS = ("f32", "bf16", "q8_0")
 
 
 class LlamaCpp:
-    """A server for each mode, asked without its port; opened anew for another number of threads."""
+    """A server for each mode, greedy and sampled, asked without its port; opened anew for another number of threads."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -29,12 +29,12 @@ class LlamaCpp:
             for k in (0, *(setting.ks if setting.draft is not None else ())):
                 self._files[f"llama.cpp {form}" + (f", draft model, K = {k}" if k else "")] = form, k
         self.modes = list(self._files)
-        self._servers: dict[str, tuple[int, Any]] = {}
+        self._servers: dict[tuple[str, bool], tuple[int, Any]] = {}
 
     def decode(
         self, mode: str, temperature: float, threads: int, prompt: list[int], num_new_tokens: int, request: int
     ) -> Run:
-        server = self._server(mode, threads)
+        server = self._server(mode, temperature > 0, threads)
         asked = {
             "prompt": prompt,
             "max_tokens": num_new_tokens,
@@ -60,13 +60,14 @@ class LlamaCpp:
             num_accepted=accepted,
         )
 
-    def _server(self, mode: str, threads: int) -> Any:
-        if mode not in self._servers or self._servers[mode][0] != threads:
-            self._servers.pop(mode, None)
-            self._servers[mode] = threads, self._open(*self._files[mode], threads)
-        return self._servers[mode][1]
+    def _server(self, mode: str, sampled: bool, threads: int) -> Any:
+        key = mode, sampled
+        if key not in self._servers or self._servers[key][0] != threads:
+            self._servers.pop(key, None)
+            self._servers[key] = threads, self._open(*self._files[mode], sampled, threads)
+        return self._servers[key][1]
 
-    def _open(self, form: str, k: int, threads: int) -> Any:
+    def _open(self, form: str, k: int, sampled: bool, threads: int) -> Any:
         import xllamacpp
 
         folder, params = self._setting.folder, xllamacpp.CommonParams()
@@ -79,6 +80,7 @@ class LlamaCpp:
         if k:
             draft.mparams.path = str(folder / f"draft-{form}.gguf")
             draft.n_max, draft.n_min, draft.p_min = k, 0, 0.0
+            draft.probabilistic = sampled  # else a draft is its likeliest tokens, of which few are drawn at T = 1
             kinds = xllamacpp.common_speculative_type
             params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
         return xllamacpp.Server(params)
