@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test bench bench-peers bench-predictions bench-verify clean
+.PHONY: help setup demo check test bench bench-peers bench-predictions bench-busy bench-verify clean
 
 help: ## list what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ bench-peers: setup ## ours beside the peers that are installed (pip install -e '
 
 bench-predictions: setup ## five sweeps: do the predicted speedups hold? minutes
 	$(BIN)/python -m benchmarks.predictions --config $(CONFIG)
+
+bench-busy: setup ## decoding beside another busy process, against its own one-thread speed there
+	$(BIN)/python -m benchmarks.busy --config $(CONFIG)
 
 bench-verify: setup ## are the p-values of specctl verify uniform? many seeds, minutes
 	$(BIN)/python -m benchmarks.verify_pvalues

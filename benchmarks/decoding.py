@@ -14,9 +14,8 @@ are what counts: the machine's speed drifts, and everything that runs beside it 
 
 import argparse
 import copy
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,8 +28,10 @@ from benchmarks.cacheless import Cacheless
 from benchmarks.contenders import Contender, Decode, Measured, Run, interleave
 from benchmarks.limit import Limit, limit_of
 from benchmarks.peers import KINDS, Setting, child
+from benchmarks.results import print_result, rows_of
 from benchmarks.threads import candidates
 from specctl.chance import SeededChance
+from specctl.cli.progress import show_progress
 from specctl.config_file import load_config
 from specctl.decoding import plain, speculative
 from specctl.drafters.draft_model import DraftModel
@@ -39,7 +40,7 @@ from specctl.experiments.pair import Pair
 from specctl.experiments.timing import measure_costs
 from specctl.experiments.workload import workload
 from specctl.hardware import describe_hardware, describe_versions
-from specctl.report.layout import Column, Sheet, make_console, print_tables
+from specctl.run_folder import to_text
 from specctl.stats import collect
 from specctl.stopping import StopRules
 from specctl.training.ensure import Artefacts
@@ -160,49 +161,6 @@ def peers_of(
     return found, failed
 
 
-def rows_of(
-    contenders: Sequence[Contender], measured: Sequence[Measured], to_text: Callable[[Sequence[int]], str]
-) -> list[dict[str, Any]]:
-    """One row a contender that did not fail, by temperature; speedup over our plain decoding at the same one.
-
-    same_text: at temperature 0, the share of prompts on which the text is our plain decoding's.
-    """
-    plain = {
-        contender.temperature: found
-        for contender, found in zip(contenders, measured, strict=True)
-        if contender.name == "plain"
-    }
-    rows = []
-    for contender, found in zip(contenders, measured, strict=True):
-        if found.failure is not None:
-            continue
-        baseline = plain[contender.temperature]
-        runs = zip(baseline.first_runs, found.first_runs, strict=True)
-        same = [is_same(mine, theirs, to_text) for mine, theirs in runs]
-        rows.append(
-            {
-                "name": contender.name,
-                "temperature": contender.temperature,
-                "threads": contender.threads,
-                "tokens_per_second": found.tokens_per_second,
-                "speedup": found.tokens_per_second / baseline.tokens_per_second,
-                "tokens_per_pass": found.tokens_per_pass,
-                "acceptance_rate": found.acceptance_rate,
-                "same_text": sum(same) / len(same) if contender.temperature == 0 else None,
-                "num_runs": len(found.seconds_per_token),
-            }
-        )
-    return sorted(rows, key=lambda row: row["temperature"])
-
-
-def is_same(mine: Run, theirs: Run, to_text: Callable[[Sequence[int]], str]) -> bool:
-    """Whether a request's ids are ours, or its text where it has no ids: less the half of a character at its end."""
-    assert mine.token_ids is not None
-    if theirs.token_ids is not None:
-        return theirs.token_ids == mine.token_ids
-    return (theirs.text or "").rstrip("\ufffd") == to_text(mine.token_ids).rstrip("\ufffd")
-
-
 def benchmark(pair: Pair, drafter: str, options: argparse.Namespace) -> dict[str, Any]:
     sweep = pair.config.sweep
     repeats, num_new_tokens = options.repeats or sweep.repeats, options.new_tokens or sweep.max_new_tokens
@@ -268,40 +226,6 @@ def parts_of(pair: Pair, drafter: str, limit: Limit, plain: Measured) -> dict[st
     }
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """The table, on stderr."""
-    table: Sheet[dict[str, Any]] = Sheet(
-        title=f"{result['new_tokens']} new tokens, {result['num_prompts']} prompts",
-        columns=(
-            Column("T", lambda row: f"{row['temperature']:g}", key=True),
-            Column("decoding", lambda row: row["name"], key=True, text=True),
-            Column("threads", lambda row: f"{row['threads']}"),
-            Column("tokens/s", lambda row: f"{row['tokens_per_second']:.0f}"),
-            Column("over\nplain", lambda row: f"{row['speedup']:.2f}x"),
-            Column("tokens/\npass", lambda row: _or_dash(row["tokens_per_pass"], "{:.2f}")),
-            Column("accepted", lambda row: _or_dash(row["acceptance_rate"], "{:.0%}")),
-            Column("text of\nplain", lambda row: _or_dash(row["same_text"], "{:.0%}")),
-        ),
-        rows=result["rows"],
-    )
-    print_tables(make_console(stderr=True), table, wide=True)
-    for name, reason in result["skipped"].items():
-        print(f"without {name}: {reason}", file=sys.stderr)
-    if "limit" in result:
-        limit, costs = result["limit"], result["verify_cost"]
-        print(
-            f"limit {limit['tokens_per_second']:.0f} tokens/s ({limit['weight_bytes'] / 1e6:.0f} MB at "
-            f"{limit['bytes_per_second'] / 1e9:.1f} GB/s), of which plain reaches {limit['plain_share']:.0%}\n"
-            f"target step {result['target_step_ms']:.2f} ms, draft step {result['draft_step_ms']:.2f} ms, "
-            + ", ".join(f"v({rows}) = {cost:.2f}" for rows, cost in costs.items()),
-            file=sys.stderr,
-        )
-
-
-def _or_dash(value: float | None, pattern: str) -> str:
-    return "-" if value is None else pattern.format(value)
-
-
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path(__file__).parent / "pair.yaml", help="any run file")
@@ -322,12 +246,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of(arguments)
     try:
         config = load_config(options.config, options.overrides, _LAW)
-        artefacts = Artefacts(config, narrate=lambda line: print(line, file=sys.stderr), progress=sys.stderr.isatty())
+        artefacts = Artefacts(config, narrate=lambda line: print(line, file=sys.stderr), progress=show_progress)
         result = benchmark(Pair(artefacts), options.drafter or config.decoding.drafter, options)
     except SpecctlError as error:
         sys.exit(f"benchmark: {error}")
     print_result(result)
-    print(json.dumps(result, indent=2))
+    print(to_text(result))
 
 
 if __name__ == "__main__":

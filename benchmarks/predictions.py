@@ -9,7 +9,6 @@ reach 0.97. A table goes to stderr, JSON to stdout.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from specctl.experiments.pair import Pair
 from specctl.experiments.sweep_k import Sweep, sweep_k
 from specctl.experiments.workload import workload
 from specctl.hardware import describe_hardware, describe_versions
+from specctl.run_folder import to_text
 from specctl.training.ensure import Artefacts
 
 _SILENT = "silent"
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "hardware": describe_hardware(str(pair.device), pair.threads),
         "versions": describe_versions(),
     }
-    print(json.dumps(result, indent=2))
+    print(to_text(result))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Prints a table on stderr and JSON on stdout.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -25,6 +24,7 @@ from specctl.drafters.base import DenseProposal, PointProposal
 from specctl.drafters.fast_rule import fast_token_rule as default_rule
 from specctl.hardware import describe_hardware, describe_versions
 from specctl.models.kernel.library import KernelUnavailable, load
+from specctl.run_folder import to_text
 
 _VOCAB_SIZES = (2_000, 150_000)
 _CALLS = 3  # a trial takes the fastest of these, with its own data in the caches as in a round
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "hardware": describe_hardware("cpu", options.threads),
         "versions": describe_versions(),
     }
-    print(json.dumps(result, indent=2))
+    print(to_text(result))
 
 
 if __name__ == "__main__":

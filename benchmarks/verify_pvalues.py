@@ -8,7 +8,6 @@ text go to stderr. The pair is MARKOV, the toy on which nothing else takes time.
 """
 
 import argparse
-import json
 import sys
 
 import numpy as np
@@ -19,6 +18,7 @@ from specctl.acceptance import block_rule, token_rule
 from specctl.experiments.verify.checks import RunPlan, sampled_run
 from specctl.experiments.verify.statistics import uniformity
 from specctl.experiments.verify.toys import toy
+from specctl.run_folder import to_text
 
 RULES = {"token": token_rule, "block": block_rule}
 RATES = (1e-3, 1e-2, 5e-2)
@@ -52,7 +52,7 @@ def main() -> None:
         print(f"{name:24} {bar}   p = {p_value:.3f}", file=sys.stderr)
     alarms = {f"{rate:g}": int(sum(p < rate for p in verdicts)) for rate in RATES}
     result = {"rule": arguments.rule, "seeds": arguments.seeds, "tokens": arguments.tokens}
-    print(json.dumps({**result, "alarms": alarms, "tests": tests}, indent=2))
+    print(to_text({**result, "alarms": alarms, "tests": tests}))
 
 
 if __name__ == "__main__":

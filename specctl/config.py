@@ -5,18 +5,19 @@ are used for.
 """
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 
 class Section(BaseModel):
-    """A part of the run file: frozen, unknown keys are errors."""
+    """A part of the run file: frozen; unknown keys, infinite numbers and NaN are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 Backend = Literal["auto", "native", "transformers"]
@@ -106,17 +107,37 @@ class TrainingConfig(Section):
     warmup_steps: int = Field(100, ge=0)
     weight_decay: float = Field(0.1, ge=0)
     beta2: float = Field(0.98, gt=0, lt=1)
-    gradient_clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    gradient_clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null clips nothing")
     dropout: float = Field(0.0, ge=0, lt=1)
     eval_interval: int = Field(500, ge=1, description="steps between validation losses")
     eval_blocks: int = Field(64, ge=1, description="validation blocks, spread evenly")
     seed: int = Field(0, ge=0, lt=2**63, description="of the weights and of the order of the text")
 
+    @field_validator("gradient_clip", mode="before")
+    @classmethod
+    def _null_is_no_clipping(cls, value: Any) -> Any:
+        if value == math.inf:
+            raise ValueError("no number is infinite here; null clips nothing")
+        return value
+
+
+class TargetTrainingConfig(TrainingConfig):
+    """Training of the target, which has no other model to learn from."""
+
+    loss: Literal["ce"] = Field("ce", description="ce: next token of the text")
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _no_teacher(cls, value: Any) -> Any:
+        if value in get_args(LossKind) and value != "ce":
+            raise ValueError(f"{value} learns from the target, so it is for drafters; give ce, or leave it out")
+        return value
+
 
 class TargetConfig(Section):
     corpus: str | None = Field(None, description="name of the corpus to train on; also where prompts come from")
     model: ModelConfig = ModelConfig()
-    training: TrainingConfig = TrainingConfig()
+    training: TargetTrainingConfig = TargetTrainingConfig()
     path: str | None = Field(None, description="a checkpoint folder, or a hub id, used instead of training")
 
 
@@ -143,6 +164,7 @@ class MedusaTrainingConfig(TrainingConfig):
         description="ce: the tokens of the text; kl, acceptance: the target's distribution, by divergence or overlap",
     )
     learning_rate: float = Field(1e-2, gt=0, description="peak, AdamW")
+    dropout: float = Field(0.0, ge=0, le=0, description="heads have none")
 
 
 class NgramConfig(Section):
@@ -200,6 +222,11 @@ DrafterConfig = Annotated[
 RuleName = Literal["token", "block", "typical"]
 TokenId = Annotated[int, Field(ge=0)]
 
+_LARGEST = 1e15
+"""Of what is done to logits: with a logit, a count and each other these numbers stay far inside float32."""
+
+LogitShift = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
+
 
 class DecodingConfig(Section):
     drafter: str = Field("distilled", description="a name under drafters, or none for plain decoding")
@@ -207,26 +234,22 @@ class DecodingConfig(Section):
     rule: RuleName = Field("token", description="token, block: exact; typical: LOSSY, another law than the target's")
     typical_epsilon: float = Field(0.09, ge=0, le=1, description="typical accepts above this probability")
     typical_delta: float = Field(0.3, ge=0, description="typical accepts above this times exp(-entropy) too")
-    temperature: float = Field(1.0, ge=0, description="0 is greedy")
-    draft_temperature: float | None = Field(None, ge=0, description="the draft's own; temperature if not given")
+    temperature: float = Field(1.0, ge=0, le=_LARGEST, description="0 is greedy")
+    draft_temperature: float | None = Field(
+        None, ge=0, le=_LARGEST, description="the draft's own; temperature if not given"
+    )
     top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0 keeps all")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the likeliest tokens that reach this mass; 1 keeps all")
     min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the likeliest; 0 keeps all")
     repetition_penalty: float = Field(
         1.0,
-        gt=0,
-        allow_inf_nan=False,
+        ge=1 / _LARGEST,
+        le=_LARGEST,
         description="divides positive logits of tokens in prompt or output, multiplies negative; 1 is off",
     )
-    presence_penalty: float = Field(
-        0.0, allow_inf_nan=False, description="subtracted from the logits of tokens in the output"
-    )
-    frequency_penalty: float = Field(
-        0.0, allow_inf_nan=False, description="the same, once for each time that they occur there"
-    )
-    logit_bias: dict[TokenId, Annotated[float, Field(allow_inf_nan=False)]] = Field(
-        {}, description="{token id: added to its logit}"
-    )
+    presence_penalty: LogitShift = Field(0.0, description="subtracted from the logits of tokens in the output")
+    frequency_penalty: LogitShift = Field(0.0, description="the same, once for each time that they occur there")
+    logit_bias: dict[TokenId, LogitShift] = Field({}, description="{token id: added to its logit}")
     banned_token_ids: tuple[TokenId, ...] = Field((), description="tokens that are never emitted")
     logprobs: int | None = Field(
         None, ge=0, description="with each token of generate its log-probability, nats, and this many alternatives"

@@ -6,7 +6,9 @@ Knows the sections of `config.py` by their fields alone.
 import difflib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,16 @@ def default_config_path() -> Path:
     return installed if installed.is_file() else package.parent / "configs" / "tiny.yaml"
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), values: dict[str, Any] | None = None) -> RunConfig:
-    """Read a run file, apply `section.field=value` overrides (YAML values), then plain `values` by path.
+def load_config(
+    path: Path,
+    overrides: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+    flags: Mapping[str, str] | None = None,
+) -> RunConfig:
+    """Read a run file, apply `section.field=value` overrides (YAML values, of --set), then plain `values` by path.
 
-    Raises UsageError that lists every problem, one a line.
+    flags: by path too, where a value was typed, such as --k.
+    Raises UsageError that lists every problem, one a line, each with what brought it: the file, --set or a flag.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -40,20 +48,69 @@ def load_config(path: Path, overrides: Sequence[str] = (), values: dict[str, Any
     tree = _parse(text, str(path))
     if not isinstance(tree, dict):
         raise UsageError(f"config {path} is empty or not a mapping; it needs at least a target section")
+    changes = []
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise UsageError(f"--set {override}: write it as section.field=value")
-        _put(tree, key, _parse(value, f"--set {key}"))
-    for key, value in (values or {}).items():
-        _put(tree, key, value)
+        changes.append(_Change(f"--set {key}", key, _parse(value, f"--set {key}")))
+    changes += [_Change((flags or {}).get(key, key), key, value) for key, value in (values or {}).items()]
+    trees = list(accumulate(changes, lambda before, change: change.made_in(before), initial=tree))
     try:
-        return RunConfig.model_validate(tree)
+        return RunConfig.model_validate(trees[-1])
+    except ValidationError:
+        raise UsageError(_blame(path, trees, changes)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A field that the command line sets. typed: what sets it there, `--k` or `--set section.field`."""
+
+    typed: str
+    key: str
+    value: Any
+
+    def made_in(self, tree: dict[str, Any]) -> dict[str, Any]:
+        return _with(tree, self.key, self.value)
+
+    def blamed_for(self, problem: str) -> str:
+        """A problem that it brought, with what was typed in the place of the field, or else before it."""
+        at_home = problem.startswith((f"{self.key}:", f"{self.key}."))
+        return self.typed + (problem.removeprefix(self.key) if at_home else f": {problem}")
+
+
+def _with(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """A copy with one field set; YAML anchors make several sections one object, and only this one is meant."""
+    name, _, rest = key.partition(".")
+    if rest:
+        section = tree.get(name)
+        value = _with(section if isinstance(section, dict) else {}, rest, value)
+    return {**tree, name: value}
+
+
+def _blame(path: Path, trees: Sequence[dict[str, Any]], changes: Sequence[_Change]) -> str:
+    """Every problem of the last tree. trees: the run file's, then one after each change."""
+    told = [_problems(tree) for tree in trees]
+    own, brought = list[str](), list[str]()
+    for line in told[-1]:
+        since = max((at for at, lines in enumerate(told) if line not in lines), default=-1) + 1
+        if since == 0:
+            own.append(f"  - {line}")
+        else:
+            brought.append(changes[since - 1].blamed_for(line))
+    return "\n".join([*([f"config {path}:"] if own else []), *own, *brought])
+
+
+def _problems(tree: dict[str, Any]) -> list[str]:
+    """What is wrong with a run file, a line each."""
+    try:
+        RunConfig.model_validate(tree)
     except ValidationError as error:
         lines = [line for detail in error.errors() for line in _describe(dict(detail))]
         if not any(detail["loc"] == () for detail in error.errors()):  # pydantic looks at names only where the rest is
             lines += name_problems(tree)
-        raise UsageError(f"config {path}:\n" + "\n".join(f"  - {line}" for line in lines)) from None
+        return lines
+    return []
 
 
 def to_yaml(value: Any) -> str:
@@ -112,17 +169,6 @@ def _parse(text: str, where: str) -> Any:
         raise UsageError(f"{where}: not YAML ({error})") from None
 
 
-def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    *sections, field = key.split(".")
-    node = tree
-    for name in sections:
-        child = node.get(name)
-        # A copy: YAML anchors make several sections one object, and only this one is meant.
-        node[name] = dict(child) if isinstance(child, dict) else {}
-        node = node[name]
-    node[field] = value
-
-
 def _describe(detail: dict[str, Any]) -> list[str]:
     location = [str(part) for part in detail["loc"]]
     kind = location.pop(2) if location[:1] == ["drafters"] and location[2:3] and location[2] in DRAFTER_KINDS else None
@@ -141,7 +187,11 @@ def _describe(detail: dict[str, Any]) -> list[str]:
         return [f"{path}: {text}"] if path else text.splitlines()
     # A field of several types reports once for each; its own name is enough.
     parts = [part for part in location if part not in ("int", "constrained-int") and not part.startswith("literal")]
-    return [f"{'.'.join(parts)}: {detail['msg'][0].lower()}{detail['msg'][1:]}, not {detail['input']!r}"]
+    text = detail["msg"]
+    limit = next((value for name, value in detail.get("ctx", {}).items() if name in ("ge", "gt", "le", "lt")), None)
+    if isinstance(limit, float):  # 1e+15 rather than its zeros
+        text = f"{text.rpartition(' ')[0]} {limit:g}"
+    return [f"{'.'.join(parts)}: {text[0].lower()}{text[1:]}, not {detail['input']!r}"]
 
 
 def _fields_at(location: Sequence[str], kind: str | None) -> list[str]:

@@ -9,17 +9,15 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 
 from specctl.config import CorpusConfig
 from specctl.documents import Document, read_documents, text_files
 from specctl.errors import UsageError
+from specctl.progress import Progress, silent
 from specctl.run_folder import atomic_writer, fingerprint
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 BATCH_CHARACTERS = 1_000_000
 SAMPLE_CHARACTERS = 32_000_000  # of a larger text, a tokenizer is trained on this much, spread evenly
@@ -125,31 +123,39 @@ def split_pieces(config: CorpusConfig, surveyed: Survey) -> Iterator[Piece]:
             yield Piece(split=split, text=text, ends=ends)
 
 
-def training_sample(config: CorpusConfig, surveyed: Survey, name: str, *, progress: bool) -> Iterator[str]:
+def training_sample(config: CorpusConfig, surveyed: Survey, name: str, *, progress: Progress = silent) -> Iterator[str]:
     """Yield the train split's text; of a corpus above SAMPLE_CHARACTERS, evenly spread pieces of that size in all."""
     share = min(1.0, SAMPLE_CHARACTERS / max(1, surveyed.num_characters))
-    seen = taken = 0
-    with _bar(f"reading {name}", surveyed.num_characters, progress) as bar:
+    seen = taken = done = 0
+    with progress(f"reading {name}", "character") as update:
         for piece in split_pieces(config, surveyed):
             if piece.split == "train":
                 if taken <= seen * share:
                     yield piece.text
                     taken += len(piece.text)
                 seen += len(piece.text)
-            bar.update(len(piece.text))
+            done += len(piece.text)
+            update(done, surveyed.num_characters)
 
 
 def write_token_ids(
-    folder: Path, name: str, pieces: Iterable[Piece], tokenizer: Encoder, *, num_characters: int, progress: bool
+    folder: Path,
+    name: str,
+    pieces: Iterable[Piece],
+    tokenizer: Encoder,
+    *,
+    num_characters: int,
+    progress: Progress = silent,
 ) -> None:
     """Write the token ids of each split to `folder/NAME.SPLIT.npy`, flat, in the order of the pieces.
 
     An end-of-text id follows each document. dtype: uint16 where the vocabulary fits, else uint32. num_characters:
-    of all pieces, for the progress bar.
+    of all pieces, to tell how far it is.
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    with _bar(f"tokenising {name}", num_characters, progress) as bar, contextlib.ExitStack() as stack:
+    done = 0
+    with progress(f"tokenising {name}", "character") as update, contextlib.ExitStack() as stack:
         files = {
             split: stack.enter_context(array_writer(folder / f"{name}.{split}.npy", dtype))
             for split in ("train", "validation")
@@ -157,7 +163,8 @@ def write_token_ids(
         for batch in _batches(pieces):
             for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
                 files[piece.split].write(np.array(ids + end if piece.ends else ids, dtype=dtype).tobytes())
-            bar.update(sum(len(piece.text) for piece in batch))
+            done += sum(len(piece.text) for piece in batch)
+            update(done, num_characters)
 
 
 def load_token_ids(path: Path) -> np.ndarray:
@@ -171,20 +178,6 @@ def load_token_ids(path: Path) -> np.ndarray:
     if token_ids.ndim != 1 or token_ids.dtype.kind != "u":
         raise UsageError(f"{path} holds no flat token ids: delete it to have it made again")
     return token_ids
-
-
-def _bar(what: str, num_characters: int, progress: bool) -> "tqdm[Any]":
-    from tqdm import tqdm
-
-    return tqdm(
-        total=num_characters,
-        desc=what,
-        unit="char",
-        unit_scale=True,
-        disable=not progress,
-        leave=False,
-        dynamic_ncols=True,
-    )
 
 
 def _side(digest: bytes, validation_fraction: float) -> Split:

@@ -3,12 +3,13 @@
 Text (any name but .jsonl): one prompt a line, blank lines skipped. JSONL: an object a line with
 `prompt` or `text`, or `turns` as Spec-Bench has it (the first turn is the prompt: later turns answer
 what a chat model said before, and are not used), and optionally `id` or
-`question_id`, and `category`. Where no id is given it is the line's number. Knows nothing of tokens.
+`question_id`, and `category`. Where no id is given it is the line's number, or `line-` before it where another
+prompt was given that id. Knows nothing of tokens.
 """
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,9 @@ class Prompt:
     text: str
 
 
+_Fields = tuple[str | None, str | None, str]  # id and category, where they are given, and text
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     """Every prompt of a file, in its order.
 
@@ -34,18 +38,32 @@ def read_prompts(path: Path) -> list[Prompt]:
     as_json = path.suffix.lower() in (".jsonl", ".ndjson")
     if path.suffix.lower() == ".json":
         raise UsageError(f"prompts {path}: a file of prompts has one object a line; write it so and name it .jsonl")
-    found: dict[str, tuple[int, Prompt]] = {}
+    found: dict[int, _Fields] = {}  # by the line's number
+    given: dict[str, int] = {}
     for number, line in enumerate(_read_lines(path), 1):
         if not line.strip():
             continue
         where = f"prompts {path}, line {number}"
-        prompt = _from_json(line, number, where) if as_json else Prompt(id=str(number), category=None, text=line)
-        if prompt.id in found:
-            raise UsageError(f"{where}: the id {prompt.id!r} was given in line {found[prompt.id][0]} too; ids differ")
-        found[prompt.id] = (number, prompt)
+        found[number] = fields = _from_json(line, where) if as_json else (None, None, line)
+        name = fields[0]
+        if name in given:
+            raise UsageError(f"{where}: the id {name!r} was given in line {given[name]} too; ids differ")
+        if name is not None:
+            given[name] = number
     if not found:
         raise UsageError(f"prompts {path}: there is no prompt in it; write one a line")
-    return [prompt for _, prompt in found.values()]
+    return [
+        Prompt(id=_made_id(number, given) if name is None else name, category=category, text=text)
+        for number, (name, category, text) in found.items()
+    ]
+
+
+def _made_id(number: int, given: Collection[str]) -> str:
+    """An id for the prompt of a line, unlike all given ones and those of other lines."""
+    made = str(number)
+    while made in given:
+        made = f"line-{made}"
+    return made
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -61,7 +79,7 @@ def _read_lines(path: Path) -> list[str]:
     return [line.removesuffix("\r") for line in text.removeprefix("\ufeff").split("\n")]
 
 
-def _from_json(line: str, number: int, where: str) -> Prompt:
+def _from_json(line: str, where: str) -> _Fields:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -69,17 +87,16 @@ def _from_json(line: str, number: int, where: str) -> Prompt:
     if not isinstance(fields, dict):
         raise UsageError(f'{where}: not an object; write {{"prompt": "..."}}')
     text = _text(fields, where)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UsageError(f"{where}: its text holds half a surrogate pair and is not valid Unicode") from None
     name, category = fields.get("id", fields.get("question_id")), fields.get("category")
     for field, value in (("id", name), ("category", category)):
         if isinstance(value, bool) or not (value is None or isinstance(value, (str, int))):
             raise UsageError(f"{where}: its {field} is neither text nor a number")
-    return Prompt(
-        id=str(number if name is None else name), category=None if category is None else str(category), text=text
-    )
+    for field, value in (("text", text), ("id", name), ("category", category)):
+        try:
+            str(value).encode("utf-8")
+        except UnicodeEncodeError:
+            raise UsageError(f"{where}: its {field} holds half a surrogate pair and is not valid Unicode") from None
+    return None if name is None else str(name), None if category is None else str(category), text
 
 
 def _text(fields: dict[str, Any], where: str) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -72,9 +73,26 @@ def write_atomic(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def to_text(value: Any, indent: int | None = 2) -> str:
+    """A value as JSON, indented for people to read or, for None, on one line: what all JSON is written with.
+
+    A figure that is infinite or not a number is null there: JSON has no word for it, and strict readers refuse the
+    ones that Python would write.
+    """
+    return json.dumps(_without_infinities(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _without_infinities(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinities(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON for people to read: indented, UTF-8, ending in a newline."""
-    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+    write_atomic(path, (to_text(value) + "\n").encode("utf-8"))
 
 
 def read_json(path: Path) -> Any:
@@ -97,7 +115,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def fingerprint(value: Any) -> str:
     """Return 16 hex digits that depend on the content of a JSON value, not on the order of its keys."""
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()[:16]
 
 

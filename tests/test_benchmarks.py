@@ -12,7 +12,7 @@ from fakes import emitted, history
 from safetensors.torch import load_file, save_file
 from tiny_run import Tiny
 
-from benchmarks import decoding, peers, predictions, rules, threads
+from benchmarks import decoding, peers, predictions, results, rules, threads
 from benchmarks.cacheless import Cacheless
 from benchmarks.contenders import Contender, Failed, Measured, Run, interleave
 from benchmarks.peers import Kind, Setting, child, gguf_file
@@ -141,7 +141,7 @@ def test_one_that_fails_is_left_out_and_the_others_go_on() -> None:
     contenders = [told("plain", lambda request: good), told("broken", breaks)]
     measured = interleave(contenders, [[7], [8]], num_new_tokens=2, repeats=2)
     assert [found.failure for found in measured] == [None, "out of order"]
-    rows = decoding.rows_of(contenders, measured, str)
+    rows = results.rows_of(contenders, measured, str)
     assert [row["name"] for row in rows] == ["plain"] and rows[0]["num_runs"] == 4
 
 
@@ -158,7 +158,7 @@ def test_texts_are_compared_as_ids_or_as_text() -> None:
     }
     contenders = [told("plain", lambda request: Run(num_tokens=4, seconds=1.0, token_ids=ids))]
     contenders += [told(name, lambda request, run=run: run, threads=2) for name, run in others.items()]  # type: ignore
-    rows = decoding.rows_of(contenders, interleave(contenders, [[7]], num_new_tokens=4, repeats=1), to_text)
+    rows = results.rows_of(contenders, interleave(contenders, [[7]], num_new_tokens=4, repeats=1), to_text)
     assert [row["same_text"] for row in rows] == [1.0, 1.0, 0.0, 1.0, 0.0]
     assert [row["threads"] for row in rows] == [1, 2, 2, 2, 2] and rows[1]["speedup"] == 2.0
 
@@ -330,7 +330,7 @@ def test_the_benchs_own_pair() -> None:
 def test_what_make_runs_exists() -> None:
     commands = re.findall(r"python -m (benchmarks\.\w+)(.*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert {module for module, _ in commands} == {
-        f"benchmarks.{name}" for name in ("decoding", "rules", "verify_pvalues")
+        f"benchmarks.{name}" for name in ("busy", "decoding", "predictions", "rules", "verify_pvalues")
     }
     for module, arguments in commands:
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file()

@@ -96,7 +96,9 @@ def test_a_copy_of_the_target_accepts_everything_and_pays_for_it(
     assert row["acceptance_rate"] == 1 and row["expected_acceptance"] == pytest.approx(1, abs=1e-5)
     assert (row["mean_acceptance_length"], row["cost_ratio"]) == (4.0, 1.0)
     assert row["speedup"] == pytest.approx(4 / (3 + 1.5))
-    assert row["cause"].startswith("costly draft")
+    assert row["cause"] == "draft cost" and row["speedup"] < 1
+    (said,) = [line for line in document["conclusions"] if line.startswith("itself: ")]
+    assert "costly draft, 1.00 target steps a token, alpha 1.00" in said
 
 
 def test_itself_as_draft_at_any_temperature() -> None:

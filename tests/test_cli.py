@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from tiny_run import Answer, Tiny, specctl
 
-from specctl import __version__, cli
+from specctl import __version__
+from specctl.cli.commands import app
 from specctl.tokenizer import Tokenizer
 
 COMMON = {"schema_version", "config", "seed", "hardware", "tuning", "versions"}
@@ -213,15 +214,21 @@ def test_pipe_has_no_escape_codes_and_no_cut_numbers(tiny: Tiny) -> None:
     [
         (("--prompt", ""), "the prompt is empty"),
         (("--prompt", "xyz " * 80), "the context holds 64"),
-        (("--drafter", "alined"), "did you mean 'aligned'?"),
-        (("--k", "-1"), "decoding.num_speculative_tokens"),
-        (("--k", "99"), "decoding.num_speculative_tokens"),
-        (("--temperature", "-1"), "decoding.temperature"),
+        (("--drafter", "alined"), "specctl: --drafter: no drafter is named 'alined'; did you mean 'aligned'?"),
+        (("--k", "-1"), "specctl: --k: input should be greater than or equal to 0, not -1"),
+        (("--k", "99"), "specctl: --k: input should be less than or equal to 60, not 99"),
+        (("--temperature", "-1"), "specctl: --temperature: input should be greater than or equal to 0, not -1"),
+        (("--temperature", "nan"), "specctl: --temperature: input should be a finite number, not nan"),
+        (("--seed", "-1"), "specctl: --seed: input should be greater than or equal to 0, not -1"),
+        (("--rule", "x"), "specctl: --rule: input should be 'token', 'block' or 'typical', not 'x'"),
         (("--set", "runtime.device=gpu"), "runtime.device: 'gpu' is not a device"),
         (("--set", "runtime.device=cuda:99"), "runtime.device: 'cuda:99' is not available"),
         (("--set", "runtime.device=meta"), "runtime.device: 'meta' is not available"),
         (("--set", "runtime.dtype=float8"), "runtime.dtype"),
-        (("--set", "decoding.temprature=1"), "decoding.temprature: unknown key; did you mean 'temperature'?"),
+        (
+            ("--set", "decoding.temprature=1"),
+            "specctl: --set decoding.temprature: unknown key; did you mean 'temperature'?",
+        ),
         (("--set", "temperature"), "write it as section.field=value"),
     ],
 )
@@ -241,6 +248,20 @@ def test_a_prompt_that_will_not_do_is_named_before_a_model_is_trained(
     fresh = Tiny(tiny.config_path, tmp_path / "fresh")
     answer = fresh.specctl("generate", "--prompt", prompt)
     assert answer.code == 2 and says in answer.one_line and not (fresh.run_dir / "target").exists()
+
+
+def test_each_wrong_flag_has_a_line(tiny: Tiny) -> None:
+    answer = tiny.specctl("sweep-k", "--temperature", "-1", "--seed", "-1", "--rule", "x", "--drafter", "nope")
+    assert answer.code == 2
+    lines = sorted(line.removeprefix("specctl: ").partition(":")[0] for line in answer.err.splitlines())
+    assert lines == ["--drafter", "--rule", "--seed", "--temperature"]
+
+
+def test_break_it_knows_its_drafters_before_any_work(tiny: Tiny, tmp_path: Path) -> None:
+    fresh = Tiny(tiny.config_path, tmp_path / "fresh")
+    answer = fresh.specctl("break-it", "--drafter", "alined", "--drafter", "distilled")
+    assert answer.code == 2 and not fresh.run_dir.exists()
+    assert answer.err == "specctl: --drafter: no drafter is named 'alined'; did you mean 'aligned'?\n"
 
 
 def test_cuda_without_a_gpu(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +331,7 @@ def test_interrupt_outside_training(tiny: Tiny, monkeypatch: pytest.MonkeyPatch)
 def examples() -> list[list[str]]:
     """The arguments of each command's example, as its help prints it."""
     found = []
-    for command in cli.app.registered_commands:
+    for command in app.registered_commands:
         assert command.epilog and command.epilog.startswith("Example: specctl "), command.name
         found.append(shlex.split(command.epilog.removeprefix("Example: specctl ")))
     return found
@@ -330,14 +351,14 @@ def test_help_ends_with_an_example_that_runs(tiny: Tiny, example: list[str]) -> 
 
 
 def cli_epilog(name: str) -> str:
-    (epilog,) = [command.epilog for command in cli.app.registered_commands if command.name == name]
+    (epilog,) = [command.epilog for command in app.registered_commands if command.name == name]
     assert epilog
     return epilog
 
 
 def test_every_command_is_tested_here() -> None:
     elsewhere = {"verify", "inspect"}  # tested in files of their own
-    assert {command.name for command in cli.app.registered_commands} == {*COMMANDS, *elsewhere}
+    assert {command.name for command in app.registered_commands} == {*COMMANDS, *elsewhere}
 
 
 def test_version() -> None:

@@ -23,13 +23,15 @@ def load(folder: Path, text: str, *overrides: str) -> RunConfig:
 
 
 def problems(folder: Path, text: str, *overrides: str) -> list[str]:
-    """The lines of the error that loading raises, without the heading and the bullets."""
+    """The lines of the error that loading raises, without what brought them: the file's heading, or --set."""
     with pytest.raises(UsageError) as caught:
         load(folder, text, *overrides)
     assert caught.value.exit_code == 2
-    heading, *lines = str(caught.value).splitlines()
-    assert "run.yaml" in heading
-    return [line.removeprefix("  - ") for line in lines]
+    lines = str(caught.value).splitlines()
+    if any(line.startswith("  - ") for line in lines):
+        assert lines.pop(0) == f"config {folder / 'run.yaml'}:"
+    assert all(line.startswith(("  - ", "--set ")) for line in lines)
+    return [line.removeprefix("  - ").removeprefix("--set ") for line in lines]
 
 
 def test_shipped_config_is_the_default_and_loads() -> None:
@@ -234,3 +236,79 @@ def test_scalars_that_yaml_chokes_on_are_one_line(tmp_path: Path, value: str) ->
 def test_numbers_beyond_the_machine_are_refused(tmp_path: Path, override: str) -> None:
     found = problems(tmp_path, GOOD, override)
     assert found and all(line.startswith(override.partition("=")[0]) for line in found)
+
+
+@pytest.mark.parametrize("loss", ["kl", "acceptance"])
+def test_a_target_learns_from_text_alone(tmp_path: Path, loss: str) -> None:
+    (line,) = problems(tmp_path, GOOD, f"target.training.loss={loss}")
+    assert line == (
+        f"target.training.loss: {loss} learns from the target, so it is for drafters; give ce, or leave it out"
+    )
+    assert load(tmp_path, GOOD, "target.training.loss=ce").target.training.loss == "ce"
+
+
+@pytest.mark.parametrize("drafter", ["drafters.small", "drafters.heads={kind: medusa}"])
+@pytest.mark.parametrize("loss", ["ce", "kl", "acceptance"])
+def test_drafters_learn_from_either(tmp_path: Path, drafter: str, loss: str) -> None:
+    path, equals, value = drafter.partition("=")
+    config = load(tmp_path, GOOD, *([f"{path}={value}"] if equals else []), f"{path}.training.loss={loss}")
+    assert config.drafters[path.partition(".")[2]].training.loss == loss
+
+
+def test_heads_have_no_dropout(tmp_path: Path) -> None:
+    overrides = ("drafters.heads={kind: medusa}", "drafters.heads.training.dropout=0.1")
+    (line,) = problems(tmp_path, GOOD, *overrides)
+    assert line == "drafters.heads.training.dropout: input should be less than or equal to 0, not 0.1"
+
+
+# What brought a mistake
+
+
+def told(folder: Path, text: str, *overrides: str, **values: object) -> str:
+    """The whole error; `decoding` fields as values that were typed as --FIELD."""
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    by_path = {f"decoding.{name}": value for name, value in values.items()}
+    with pytest.raises(UsageError) as caught:
+        load_config(path, overrides, by_path, {f"decoding.{name}": f"--{name}" for name in ("top_p", "drafter")})
+    return str(caught.value).replace(str(path), "run.yaml")
+
+
+def test_each_mistake_is_with_what_brought_it(tmp_path: Path) -> None:
+    text = GOOD.replace("small}", "small, top_k: -1, min_p: 2, min_new_tokens: 300}")
+    said = told(tmp_path, text, "decoding.min_p=3", "decoding.temperature=-1", "sed=1", top_p=2, drafter="smal")
+    assert said.splitlines() == [
+        "config run.yaml:",
+        "  - decoding.top_k: input should be greater than or equal to 0, not -1",
+        "--set decoding.temperature: input should be greater than or equal to 0, not -1",
+        "--top_p: input should be less than or equal to 1, not 2",
+        "--set decoding.min_p: input should be less than or equal to 1, not 3",
+        "--set sed: unknown key; did you mean 'seed'?",
+        "--drafter: no drafter is named 'smal'; did you mean 'small'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        # What is wrong lies deeper than what was typed, above it, or elsewhere.
+        (("target.training={steps: 0}",), "--set target.training.steps: input should be greater"),
+        (
+            ("decoding.max_new_tokens=2", "decoding.min_new_tokens=3"),
+            "--set decoding.min_new_tokens: decoding: min_new_tokens (3) is above max_new_tokens (2)",
+        ),
+        (("corpora={}", "seed=1"), "--set corpora: target.corpus: no corpus is named 'text'"),
+        # The last that was typed decides, and only what is wrong in the end is told.
+        (("seed=-1", "seed=-2"), "--set seed: input should be greater than or equal to 0, not -2"),
+        (("decoding.drafter=x", "drafters.x={}", "seed=-1"), "--set seed: input should be greater"),
+    ],
+)
+def test_what_was_typed_is_named(tmp_path: Path, overrides: tuple[str, ...], line: str) -> None:
+    (said,) = told(tmp_path, GOOD, *overrides).splitlines()
+    assert said.startswith(line)
+
+
+def test_a_mistake_of_the_file_stays_the_files(tmp_path: Path) -> None:
+    text = GOOD.replace("small}", "small, top_k: -1}")
+    said = told(tmp_path, text, "decoding.temperature=0.5", "seed=3")
+    assert said == "config run.yaml:\n  - decoding.top_k: input should be greater than or equal to 0, not -1"

@@ -138,7 +138,7 @@ def test_state_of_files_changes_with_any_of_them(corpus: Corpora) -> None:
 
 
 def sample(config: CorpusConfig) -> list[str]:
-    return list(training_sample(config, survey(config), "text", progress=False))
+    return list(training_sample(config, survey(config), "text"))
 
 
 def test_the_sample_of_a_small_text_is_its_train_split(corpus: Corpora) -> None:
@@ -164,16 +164,13 @@ def pieces_of(**texts: list[str]) -> Iterator[Piece]:
 def test_token_ids_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = Tokenizer.train([], 257)
     pieces = pieces_of(train=["ab", "é"])
-    write_token_ids(tmp_path / "data", "code", pieces, tokenizer, num_characters=3, progress=False)
+    write_token_ids(tmp_path / "data", "code", pieces, tokenizer, num_characters=3)
     token_ids = load_token_ids(tmp_path / "data" / "code.train.npy")
     assert token_ids.dtype == np.uint16 and isinstance(token_ids, np.memmap)
     assert token_ids.tolist() == [*tokenizer.encode("ab"), 0, *tokenizer.encode("é"), 0]
     assert load_token_ids(tmp_path / "data" / "code.validation.npy").shape == (0,)
     assert sorted(file.name for file in (tmp_path / "data").iterdir()) == ["code.train.npy", "code.validation.npy"]
     assert capsys.readouterr() == ("", "")
-    write_token_ids(tmp_path, "code", pieces_of(train=["ab"]), tokenizer, num_characters=2, progress=True)
-    shown = capsys.readouterr()
-    assert shown.out == "" and "tokenising code" in shown.err
 
 
 def test_one_end_of_text_a_document_and_side(corpus: Corpora, tmp_path: Path, small_pieces: None) -> None:
@@ -181,7 +178,7 @@ def test_one_end_of_text_a_document_and_side(corpus: Corpora, tmp_path: Path, sm
     text = "some words and then some more words, far more than one piece\n" * 5
     config = corpus([text], 0.3)
     pieces = split_pieces(config, survey(config))
-    write_token_ids(tmp_path, "code", pieces, tokenizer, num_characters=len(text), progress=False)
+    write_token_ids(tmp_path, "code", pieces, tokenizer, num_characters=len(text))
     train, validation = (load_token_ids(tmp_path / f"code.{side}.npy").tolist() for side in ("train", "validation"))
     cut = len(text) - round(len(text) * 0.3)
     assert train == [*tokenizer.encode(text[:cut]), 0]
@@ -200,7 +197,7 @@ class WideEncoder:
 
 def test_wide_vocabulary_takes_uint32(tmp_path: Path) -> None:
     pieces = pieces_of(train=["a" * 1_500_000, "b"])
-    write_token_ids(tmp_path, "x", pieces, WideEncoder(), num_characters=1_500_001, progress=False)
+    write_token_ids(tmp_path, "x", pieces, WideEncoder(), num_characters=1_500_001)
     token_ids = load_token_ids(tmp_path / "x.train.npy")
     assert token_ids.dtype == np.uint32 and token_ids.shape == (1_500_001,) and int(token_ids[-1]) == 69_999
 
@@ -211,7 +208,7 @@ def test_a_failure_leaves_no_file(tmp_path: Path) -> None:
         raise UsageError("bad byte")
 
     with pytest.raises(UsageError, match="bad byte"):
-        write_token_ids(tmp_path, "x", failing(), WideEncoder(), num_characters=1, progress=False)
+        write_token_ids(tmp_path, "x", failing(), WideEncoder(), num_characters=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -260,9 +257,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path, kind: str) -> None:
     tracemalloc.start()
     try:
         surveyed = survey(config)
-        assert sum(map(len, training_sample(config, surveyed, "text", progress=False))) > BYTES // 2
+        assert sum(map(len, training_sample(config, surveyed, "text"))) > BYTES // 2
         pieces = split_pieces(config, surveyed)
-        write_token_ids(tmp_path / "ids", "text", pieces, SparseEncoder(), num_characters=BYTES, progress=False)
+        write_token_ids(tmp_path / "ids", "text", pieces, SparseEncoder(), num_characters=BYTES)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

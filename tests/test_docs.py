@@ -9,7 +9,7 @@ import click
 import pytest
 import typer
 
-from specctl import cli
+from specctl.cli.commands import app
 from specctl.config_file import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +37,7 @@ def problem(line: str) -> str | None:
     """What a specctl command line asks for that does not exist."""
     program, *words = shlex.split(line, comments=True)
     words = words[: next((at for at, word in enumerate(words) if word in ("|", ">", "&&", ";")), len(words))]
-    group = typer.main.get_command(cli.app)
+    group = typer.main.get_command(app)
     assert isinstance(group, click.Group) or hasattr(group, "commands")
     if words and words[0].startswith("-"):
         known = {name for parameter in group.params for name in parameter.opts} | {"--help"}
@@ -75,7 +75,7 @@ def test_wrong_commands_are_caught() -> None:
 
 def test_readme_shows_every_command() -> None:
     shown = {line.split()[1] for name, line in specctl_lines() if name == "README.md" and len(line.split()) > 1}
-    assert {command.name for command in cli.app.registered_commands} <= shown
+    assert {command.name for command in app.registered_commands} <= shown
 
 
 def tree_paths() -> set[str]:

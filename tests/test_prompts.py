@@ -72,7 +72,8 @@ def test_jsonl_fields(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "x", "id": 1.5}', "line 1: its id is neither"),
         ("a.jsonl", '{"prompt": "x", "category": true}', "line 1: its category is neither"),
         ("a.jsonl", '{"prompt": "\\ud800"}', "line 1: its text holds half a surrogate pair"),
-        ("a.jsonl", '{"prompt": "x", "id": 2}\n{"text": "y"}', "line 2: the id '2' was given in line 1 too"),
+        ("a.jsonl", '{"prompt": "x", "id": "\\ud800"}', "line 1: its id holds half a surrogate pair"),
+        ("a.jsonl", '{"prompt": "x", "id": 2}\n{"text": "y", "id": "2"}', "line 2: the id '2' was given in line 1 too"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, name: str, content: str | bytes, says: str) -> None:
@@ -80,6 +81,21 @@ def test_what_is_refused(tmp_path: Path, name: str, content: str | bytes, says: 
     with pytest.raises(UsageError) as caught:
         read_prompts(path)
     assert says in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "ids"),
+    [
+        ([2, None], ["2", "line-2"]),
+        ([None, 1], ["line-1", "1"]),
+        ([None, None, "line-2", "2"], ["1", "line-line-2", "line-2", "2"]),
+        (["", None, 1], ["", "2", "1"]),
+    ],
+)
+def test_an_id_that_is_made_is_no_given_one(tmp_path: Path, given: list[Any], ids: list[str]) -> None:
+    lines = [{"prompt": "x"} if name is None else {"prompt": "x", "id": name} for name in given]
+    path = write(tmp_path, "a.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    assert [one.id for one in read_prompts(path)] == ids
 
 
 def test_missing_files(tmp_path: Path) -> None:
@@ -216,6 +232,18 @@ def test_an_interrupted_file_goes_on_as_if_nothing_had_happened(
     assert f"{num_left} of 6 prompts were done before" in answer.err
     assert output.read_bytes().startswith(head)  # not one byte of what was finished was touched
     assert generated(output) == generated(whole)
+
+
+def test_made_ids_are_the_same_when_a_file_is_gone_on_with(tiny: Tiny, tmp_path: Path) -> None:
+    lines = [{"prompt": "def a", "id": 2}, {"prompt": "def b"}, {"prompt": "def c", "id": 1}]
+    prompts, output = jsonl(tmp_path, lines), tmp_path / "out.jsonl"
+    assert run(tiny, prompts, output).code == 0
+    whole = generated(output)
+    assert [line["id"] for line in whole] == ["2", "line-2", "1"]
+    output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:2]))
+    answer = run(tiny, prompts, output)
+    assert answer.code == 0 and "2 of 3 prompts were done before" in answer.err
+    assert generated(output) == whole
 
 
 def test_ctrl_c_keeps_what_is_done(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ def test_lossy_in_the_titles_of_pictures() -> None:
         ("logit_bias={5: 1.0, 999: 2}", "decoding.logit_bias: 999 is not in the vocabulary of 300 tokens"),
         ("logprobs=301", "decoding.logprobs: 301 is more than the vocabulary of 300 tokens"),
         (f"banned_token_ids={list(range(300))}", "decoding.banned_token_ids: no token is left"),
-        ("repetition_penalty=0", "decoding.repetition_penalty: input should be greater than 0"),
+        ("repetition_penalty=0", "decoding.repetition_penalty: input should be greater than or equal to 1e-15"),
         ("logit_bias={-1: 1.0}", "decoding.logit_bias.-1"),
         ("rule=tokn", "decoding.rule: input should be 'token', 'block' or 'typical'"),
         ("draft_temperature=-1", "decoding.draft_temperature: input should be greater than or equal to 0"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tiny_run import Tiny
 
-from specctl.config import CorpusConfig, RunConfig, TargetConfig, TokenizerConfig, TrainingConfig
+from specctl.config import CorpusConfig, RunConfig, TargetConfig, TargetTrainingConfig, TokenizerConfig
 from specctl.errors import UsageError
 from specctl.training import text as run_text
 from specctl.training.ensure import Artefacts
@@ -36,7 +36,7 @@ class Text:
             tokenizer=TokenizerConfig(vocab_size=vocab_size),
             corpora={"text": CorpusConfig(paths=(str(self.file),), validation_fraction=validation_fraction)},
             target=TargetConfig(
-                corpus="text", training=TrainingConfig(steps=1, batch_size=1, block_size=BLOCK, eval_blocks=1)
+                corpus="text", training=TargetTrainingConfig(steps=1, batch_size=1, block_size=BLOCK, eval_blocks=1)
             ),
             decoding={"drafter": "none"},  # type: ignore[arg-type]
         )

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from tiny_run import Tiny, specctl
 
-from specctl import cli
+from specctl.cli.commands import app
 from specctl.experiments.break_it import BreakIt, BreakRow
 from specctl.experiments.generate_file import Generations, Totals
 from specctl.experiments.inspect import Inspection, ModelFacts
@@ -73,7 +73,13 @@ SWEEP = Sweep(
 
 
 def break_it(*names: str) -> BreakIt:
-    row = {"tokens_per_second": 98765.0, "spread": 4321.0, "by_category": CATEGORIES, "cause": "agreement", "pays": False}
+    row = {
+        "tokens_per_second": 98765.0,
+        "spread": 4321.0,
+        "by_category": CATEGORIES,
+        "cause": "agreement",
+        "pays": False,
+    }
     measured = {"acceptance_rate": 0.68, "expected_acceptance": 0.84, "break_even_alpha": 0.46, "cost_ratio": 0.04}
     figures: dict[str, Any] = row | measured | {"mean_acceptance_length": 3.59, "speedup_interval": (0.71, 0.93)}
     return BreakIt(k=4, temperature=0.8, rows=[BreakRow(name=name, speedup=0.79, **figures) for name in names])
@@ -344,7 +350,7 @@ def test_a_column_of_a_higher_rank_goes_before_what_stands_behind_it() -> None:
 
 
 def test_every_command_with_a_table_takes_wide() -> None:
-    for command in cli.app.registered_commands:
+    for command in app.registered_commands:
         assert command.name and "--wide" in specctl(command.name, "--help").out
 
 

@@ -1,12 +1,12 @@
 """The `specctl config` group: write a run file to start from, show one resolved, print the schema."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from specctl.cli.interrupts import keep
 from specctl.cli.options import ConfigPath, Overrides, load, narrate
 from specctl.errors import UsageError
 
@@ -41,6 +41,7 @@ def init(
         raise UsageError(f"{path} exists; --force overwrites it, or choose another name")
     found = measure_text(text) if text else None
     write_atomic(path, starter(path.stem, found).encode("utf-8"))
+    keep(f"{path} is written")
     if found:
         narrate(f"wrote {path}: {found.num_documents:,} documents, {found.num_characters:,} characters of text")
     else:
@@ -57,14 +58,16 @@ def show(
 ) -> None:
     """Print every field as a run would see it, defaults and --set included; the output is a run file itself."""
     from specctl.config_file import to_yaml
+    from specctl.run_folder import to_text
 
     resolved = load(config, overrides).model_dump(mode="json")
-    print(json.dumps(resolved, indent=2, ensure_ascii=False) if as_json else to_yaml(resolved).rstrip("\n"))
+    print(to_text(resolved) if as_json else to_yaml(resolved).rstrip("\n"))
 
 
 @configs.command("schema", epilog="Example: specctl config schema")
 def schema() -> None:
     """Print the JSON schema of run files, with which an editor completes and checks them."""
     from specctl.config_file import json_schema
+    from specctl.run_folder import to_text
 
-    print(json.dumps(json_schema(), indent=2))
+    print(to_text(json_schema()))

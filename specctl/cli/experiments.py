@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from specctl.cli.interrupts import keep
 from specctl.cli.options import (
     AsJson,
     ConfigPath,
@@ -18,12 +19,14 @@ from specctl.cli.options import (
     TraceFile,
     Wide,
     artefacts_of,
+    check_drafters,
     draw,
     load,
     narrate,
-    progress_bar,
+    nothing_kept,
     publish,
 )
+from specctl.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from specctl.training.ensure import Artefacts
@@ -55,6 +58,7 @@ def sweep_k(
 
     flags = {"drafter": drafter, "prompts": prompts, "temperature": temperature, "rule": rule, "seed": seed}
     loaded = load(config, overrides, **flags)
+    keep(nothing_kept(loaded, "measurement", trace))
     check_plot(plot)
     with open_trace(trace) as writer:
         artefacts = artefacts_of(loaded, no_train)
@@ -63,7 +67,7 @@ def sweep_k(
         drafter_name = loaded.decoding.drafter
         if drafter_name != "none":
             pair.prepare([drafter_name], pair.ks(drafter_name)[-1])
-        with progress_bar("sweep-k") as progress:
+        with show_progress("sweep-k", "run") as progress:
             result = run(pair, loaded.decoding.drafter, progress, writer)
     conclusions = sweep_conclusions(result)
     if not publish(pair, "sweep-k", result, as_json, conclusions):
@@ -101,6 +105,8 @@ def break_it(
     from specctl.report.tables import break_it_categories, break_it_table
 
     loaded = load(config, overrides, k=k, prompts=prompts, temperature=temperature, rule=rule, seed=seed)
+    keep(nothing_kept(loaded, "measurement", trace))
+    check_drafters(loaded, drafters or ())
     check_plot(plot)
     with open_trace(trace) as writer:
         artefacts = artefacts_of(loaded, no_train)
@@ -108,7 +114,7 @@ def break_it(
         pair = Pair(artefacts)
         names = list(dict.fromkeys(drafters)) if drafters else _at_hand(artefacts)
         pair.prepare(names, loaded.decoding.num_speculative_tokens)
-        with progress_bar("break-it") as progress:
+        with show_progress("break-it", "run") as progress:
             result = run(pair, names, progress, writer)
     conclusions = break_it_conclusions(result)
     if not publish(pair, "break-it", result, as_json, conclusions):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specctl.cli.interrupts import keep
 from specctl.cli.options import (
     AsJson,
     ConfigPath,
@@ -23,9 +24,11 @@ from specctl.cli.options import (
     draw,
     load,
     narrate,
-    progress_bar,
+    nothing_kept,
     publish,
 )
+from specctl.cli.progress import show_progress
+from specctl.progress import silent
 
 if TYPE_CHECKING:
     from specctl.config import RunConfig
@@ -70,6 +73,8 @@ def generate(
         raise UsageError("--prompt is one prompt and --prompts a file of them; give one of the two")
     flags = {"k": k, "temperature": temperature, "drafter": drafter, "rule": rule, "seed": seed}
     loaded = load(config, overrides, prompt=prompt, prompts=prompts, **flags)
+    lines = f"the finished lines in {output} are kept, and the same command goes on"
+    keep(lines if output else nothing_kept(loaded, "text", trace))
     if prompt is None and loaded.prompts is not None:
         for flag, given in (("--plot", plot), ("--profile", profile)):
             if given:
@@ -122,8 +127,10 @@ def _generate_one(
             rounds.append(round_)
             stream.show(round_)
 
-        result = run(pair, stream.begin, show, writer)
-    stream.finish()
+        try:
+            result = run(pair, stream.begin, show, writer)
+        finally:
+            stream.finish()
     narrate(summary(result))
     publish(pair, "generate", result, as_json)
     if profile:
@@ -171,7 +178,7 @@ def _generate_all(
         pair = Pair(artefacts)
         pair.prepare([loaded.decoding.drafter], loaded.decoding.num_speculative_tokens)
         if output:
-            with progress_bar("generate", unit="prompt") as progress:
+            with show_progress("generate", "prompt") as progress:
                 result = generate_file(pair, prompts, output, progress, writer)
             narrate(f"{result.num_found} of {len(prompts)} prompts were done before; the lines are in {output}")
         else:
@@ -192,13 +199,17 @@ def _stream(
 
     encode(prompts, pair.artefacts, pair.target.context_length)  # refuses what does not fit
     lines = []
-    for index, prompt in enumerate(prompts):
-        if not quiet:
-            print(f"== {prompt.id}" + (f" ({prompt.category})" if prompt.category else ""), flush=True)
-        tokenizer, text = pair.artefacts.tokenizer, pair.visible_text()
-        shown = prompt.text + _BREAK * pair.config.chat
-        stream = Stream(make_console(), tokenizer, text, shown, show_rounds, quiet=quiet)
-        result = run(pair, stream.begin, stream.show, trace, text=prompt.text, request=index)
-        stream.finish()
-        lines.append(line_of(prompt, result, pair.config.seed))
+    with (show_progress if quiet else silent)("generate", "prompt") as update:
+        for index, prompt in enumerate(prompts):
+            if not quiet:
+                print(f"== {prompt.id}" + (f" ({prompt.category})" if prompt.category else ""), flush=True)
+            tokenizer, text = pair.artefacts.tokenizer, pair.visible_text()
+            shown = prompt.text + _BREAK * pair.config.chat
+            stream = Stream(make_console(), tokenizer, text, shown, show_rounds, quiet=quiet)
+            try:
+                result = run(pair, stream.begin, stream.show, trace, text=prompt.text, request=index)
+            finally:
+                stream.finish()
+            lines.append(line_of(prompt, result, pair.config.seed))
+            update(len(lines), len(prompts))
     return summarise(pair, lines)

@@ -43,7 +43,8 @@ def inspect(
             narrate(f"{name} is not trained yet and is left out")
     found = run(sources, loaded.runtime)
     if as_json:
-        from specctl.report.files import SCHEMA_VERSION, to_text
+        from specctl.report.files import SCHEMA_VERSION
+        from specctl.run_folder import to_text
 
         print(to_text({"schema_version": SCHEMA_VERSION, **asdict(found)}))
     else:

@@ -1,14 +1,15 @@
 """What the commands share: their common options, and the way from a config to a result that is shown and kept."""
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specctl.cli.completion import drafter_names
+from specctl.cli.interrupts import keep
+from specctl.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,7 +71,19 @@ def load(config: Path | None, overrides: list[str] | None, **flags: Any) -> "Run
 
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     values = {_FIELDS[name]: value for name, value in flags.items() if value is not None}
-    return load_config(config or default_config_path(), overrides or (), values)
+    typed = {field: f"--{name}" for name, field in _FIELDS.items()}
+    return load_config(config or default_config_path(), overrides or (), values, typed)
+
+
+def check_drafters(config: "RunConfig", names: Sequence[str]) -> None:
+    """Refuse what --drafter names and the config does not have, before any work."""
+    from specctl.config import nearest
+    from specctl.errors import UsageError
+
+    wrong = [name for name in names if name not in config.drafters]
+    if wrong:
+        known = list(config.drafters)
+        raise UsageError("\n".join(f"--drafter: no drafter is named {name!r}{nearest(name, known)}" for name in wrong))
 
 
 def narrate(line: str) -> None:
@@ -80,21 +93,13 @@ def narrate(line: str) -> None:
 def artefacts_of(config: "RunConfig", no_train: bool = False) -> "Artefacts":
     from specctl.training.ensure import Artefacts
 
-    return Artefacts(config, narrate=narrate, may_train=not no_train, progress=sys.stderr.isatty())
+    return Artefacts(config, narrate=narrate, may_train=not no_train, progress=show_progress)
 
 
-@contextlib.contextmanager
-def progress_bar(what: str, unit: str = "run") -> Iterator[Callable[[int, int], None]]:
-    """A tqdm bar on stderr, driven by (done, total)."""
-    from tqdm import tqdm
-
-    with tqdm(desc=what, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
-
-        def update(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield update
+def nothing_kept(config: "RunConfig", what: str, trace: Path | None = None) -> str:
+    """What stays if a command is interrupted whose result is written at its end."""
+    rounds = f"; the rounds so far are in {trace}" if trace else ""
+    return f"nothing of this {what} is kept, the models in {config.run_dir} are{rounds}"
 
 
 def publish(pair: "Pair", name: str, result: Any, as_json: bool, conclusions: Sequence[str] | None = None) -> bool:
@@ -102,12 +107,14 @@ def publish(pair: "Pair", name: str, result: Any, as_json: bool, conclusions: Se
 
     conclusions: what a person is told of it, in sentences.
     """
-    from specctl.report.files import result_document, save_result, to_text
+    from specctl.report.files import result_document, save_result
+    from specctl.run_folder import to_text
 
     document = result_document(pair.config, result, device=str(pair.device), threads=pair.threads, tuning=pair.tuning)
     if conclusions is not None:
         document["conclusions"] = list(conclusions)
     path = save_result(pair.config, name, document)
+    keep(f"the result is in {path}")
     narrate(f"saved {path}")
     if as_json:
         print(to_text(document))

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specctl.cli.interrupts import keep
 from specctl.cli.options import (
     AsJson,
     ConfigPath,
@@ -38,13 +39,15 @@ def _train(
 ) -> None:
     """Train "target" or drafters, then show their reports."""
     from specctl.errors import UsageError
-    from specctl.report.files import result_document, save_result, to_text
+    from specctl.report.files import result_document, save_result
     from specctl.report.layout import make_console, print_tables
     from specctl.report.plots import check_plot, heads_figure, training_figure
     from specctl.report.tables import heads_table, training_table
+    from specctl.run_folder import to_text
 
     if force and resume:
         raise UsageError("--force trains anew and --resume goes on with what there is; give one of them")
+    keep(f"what was finished is kept in {config.run_dir}, and the same command goes on")
     check_plot(plot)
     artefacts = artefacts_of(config)
     for name in names:

@@ -1,9 +1,10 @@
-"""The command that proves: does this pair keep the target's law?"""
+"""The command that verifies: does anything in this pair depart from the target's distribution?"""
 
 from typing import Annotated
 
 import typer
 
+from specctl.cli.interrupts import keep
 from specctl.cli.options import (
     AsJson,
     ConfigPath,
@@ -19,9 +20,10 @@ from specctl.cli.options import (
     artefacts_of,
     load,
     narrate,
-    progress_bar,
+    nothing_kept,
     publish,
 )
+from specctl.cli.progress import show_progress
 
 NumTokens = Annotated[
     int | None, typer.Option("--tokens", min=1, help="Tokens sampled: more see a smaller leak; 20,000 if not given.")
@@ -44,7 +46,7 @@ def verify(
     wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
-    """Prove on your own pair that the output keeps the target's law; exit code 3 if it does not."""
+    """Test on your own pair that the output keeps the target's distribution; exit code 3 if it does not."""
     from specctl.experiments.pair import Pair
     from specctl.experiments.verify.verdict import NUM_TOKENS, check_wanted
     from specctl.experiments.verify.verdict import verify as run
@@ -55,6 +57,7 @@ def verify(
     loaded = load(
         config, overrides, drafter=drafter, rule=rule, k=k, prompts=prompts, temperature=temperature, seed=seed
     )
+    keep(nothing_kept(loaded, "verification"))
     check_wanted(loaded)
     artefacts = artefacts_of(loaded, no_train)
     check_prompts(artefacts)
@@ -62,7 +65,7 @@ def verify(
     names = [loaded.decoding.drafter] if drafter else list(loaded.drafters)
     pair.prepare([loaded.decoding.drafter], loaded.decoding.num_speculative_tokens)
     pair.prepare(names, 1)
-    with progress_bar("verify", unit="token") as progress:
+    with show_progress("verify", "token") as progress:
         verdict = run(
             pair,
             greedy_drafters=names,
@@ -75,7 +78,10 @@ def verify(
         print_tables(make_console(), verdict_table(verdict), planted_table(verdict), wide=wide)
         if verdict.note:
             print(verdict.note)
-        print(f"The output {'keeps' if verdict.holds else 'does NOT keep'} the target's law.")
+        keeps = (
+            "keeps the target's law, as far as this run can tell" if verdict.holds else "does NOT keep the target's law"
+        )
+        print(f"The output {keeps}.")
         if verdict.planted is not None:
             print(f"{'Every' if verdict.all_caught else 'NOT every'} planted bug was caught as its row says.")
     if not (verdict.holds and verdict.all_caught):

@@ -90,6 +90,8 @@ def break_it(pair: Pair, names: Sequence[str], progress: Progress | None = None,
         raise UsageError(f"--trace takes down prompts that are not timed. {work.note}")
     others = [prompt.token_ids for prompt in work.held_out]
     repeats = -(-len(work.measured) * sweep.repeats // max(1, len(others)))
+    if others:
+        pair.artefacts.narrate(f"counting what each drafter accepts on {len(others)} other prompts")
     agreements = {name: agreement_on(pair, name, k, others, repeats, trace) for name in names} if others else {}
     limits = entropy_limits([position for agreement in agreements.values() for position in agreement.judged])
     timers = {name: CostTimer(pair, name, _sizes(k), cached=work.mean_length) for name in names}

@@ -21,7 +21,7 @@ from specctl.experiments.pair import Pair
 from specctl.experiments.trace import Trace
 from specctl.experiments.workload import chat_template, encode
 from specctl.prompts import Prompt, fingerprint_prompts
-from specctl.run_folder import differences, ensure_writable, read_object, write_json
+from specctl.run_folder import differences, ensure_writable, read_object, to_text, write_json
 from specctl.stats import Stats
 
 _SUMMED = ("num_new_tokens", "num_rounds", "num_drafted", "num_accepted", "seconds", "prompt_seconds")
@@ -102,7 +102,7 @@ def generate_file(
                 if prompt.id not in done:
                     result = generate(pair, _nothing, _no_round, trace, text=prompt.text, request=index)
                     line = line_of(prompt, result, pair.config.seed)
-                    file.write((json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8"))
+                    file.write((to_text(line, indent=None) + "\n").encode("utf-8"))
                     file.flush()
                     lines.append(line)
             if progress:

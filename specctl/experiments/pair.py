@@ -4,6 +4,7 @@ Turns a config and its artefacts into the objects that the decoding loops take.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -25,8 +26,10 @@ from specctl.experiments.tuning import Tuner, Tuning
 from specctl.models.backend import decoder
 from specctl.models.checkpoint import end_tokens
 from specctl.models.compiled import CompiledLlama
+from specctl.models.kernel.decoder import KernelDecoder
 from specctl.models.medusa import MedusaDecoder
 from specctl.models.session import CausalModel
+from specctl.models.threads import torch_threads
 from specctl.models.vocabulary import Intersected, trimmed
 from specctl.sampling import SamplingLaw
 from specctl.stopping import StopRules, VisibleText
@@ -237,15 +240,37 @@ class Pair:
         self, prompt: Sequence[int], *, request: int = 0, stop: StopRules | None = None, num_logprobs: int | None = None
     ) -> Iterator[Event]:
         """One request of plain decoding."""
-        return plain(
-            self.target,
-            prompt,
-            law=self.law,
-            chance=SeededChance(self.config.seed, request),
-            stop=stop or self.stop_rules(),
-            num_logprobs=num_logprobs,
-            device=self.device,
+        return self._scoped(
+            plain(
+                self.target,
+                prompt,
+                law=self.law,
+                chance=SeededChance(self.config.seed, request),
+                stop=stop or self.stop_rules(),
+                num_logprobs=num_logprobs,
+                device=self.device,
+            )
         )
+
+    def around_passes(self) -> AbstractContextManager[None]:
+        """Torch's threads for what a round does beside its passes.
+
+        Beside the kernel's, one: those of torch stay awake for a while after an operator, on the cores that the
+        kernel's are about to use. runtime.threads decides otherwise. Other engines set them for each pass.
+        """
+        threads = self.config.runtime.threads
+        if not isinstance(self.target, KernelDecoder):
+            return nullcontext()
+        return torch_threads(1 if threads == "auto" else threads)
+
+    def _scoped(self, events: Iterator[Event]) -> Iterator[Event]:
+        """The same events; between rounds torch has the threads that it had before."""
+        while True:
+            with self.around_passes():
+                event = next(events, None)
+            if event is None:
+                return
+            yield event
 
     def speculative(
         self,
@@ -260,19 +285,21 @@ class Pair:
         observer: Observer | None = None,
     ) -> Iterator[Event]:
         """One request of speculative decoding, for K = 0 too. rule: the pair's own if None."""
-        return speculative(
-            self.target,
-            self.drafter(drafter),
-            prompt,
-            num_speculative_tokens=k,
-            law=self.law,
-            chance=SeededChance(self.config.seed, request),
-            stop=stop or self.stop_rules(),
-            rule=rule or self.rule,
-            draft_law=self.draft_law,
-            num_logprobs=num_logprobs,
-            device=self.device,
-            observer=observer,
+        return self._scoped(
+            speculative(
+                self.target,
+                self.drafter(drafter),
+                prompt,
+                num_speculative_tokens=k,
+                law=self.law,
+                chance=SeededChance(self.config.seed, request),
+                stop=stop or self.stop_rules(),
+                rule=rule or self.rule,
+                draft_law=self.draft_law,
+                num_logprobs=num_logprobs,
+                device=self.device,
+                observer=observer,
+            )
         )
 
     def prompts(self, count: int) -> list[list[int]]:

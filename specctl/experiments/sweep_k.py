@@ -142,6 +142,7 @@ def _agreements(
     if not others:
         return {}
     repeats = -(-len(work.measured) * pair.config.sweep.repeats // len(others))
+    pair.artefacts.narrate(f"counting what each K accepts on {len(others)} other prompts, for the prediction")
     longest = ks[-1]
     shorter = {k: agreement_on(pair, drafter, k, others, repeats, judges=False) for k in ks if 0 < k < longest}
     return {**shorter, longest: agreement_on(pair, drafter, longest, others, repeats, trace)}

@@ -93,7 +93,7 @@ class CostTimer:
 
         Raises UsageError where a context does not hold the rows of the largest K.
         """
-        self._ks = sorted(k for k in set(ks) if k > 0)
+        self._pair, self._ks = pair, sorted(k for k in set(ks) if k > 0)
         context, longest = pair.target.context_length, self._ks[-1]
         rounds = max(1, min(_ROUNDS, (context - longest) // 2 - 2))
         cached = min(cached, context - longest - rounds - 2)
@@ -118,7 +118,8 @@ class CostTimer:
     def _run(self) -> dict[Part, float]:
         order = list(self._parts)
         self._shuffled.shuffle(order)
-        return {part: self._parts[part]() for part in order}
+        with self._pair.around_passes():
+            return {part: self._parts[part]() for part in order}
 
     def costs(self) -> Costs:
         return costs_of(self._times, self._ks)

@@ -4,7 +4,6 @@ Knows events and what a `Watch` saw; `docs/metrics.md` lists the fields.
 """
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from specctl.errors import SpecctlError, UsageError
 from specctl.events import Event, Round
 from specctl.experiments.watch import Watch
+from specctl.run_folder import to_text
 
 
 class Trace:
@@ -48,7 +48,7 @@ class Trace:
             "rejection_entropy": rejection_entropy,
         }
         try:
-            self._file.write(json.dumps(line).encode("ascii") + b"\n")
+            self._file.write((to_text(line, indent=None) + "\n").encode("utf-8"))
         except OSError as error:
             raise SpecctlError(f"cannot write the trace {self._path}: {error.strerror or error}") from error
 

@@ -1,6 +1,5 @@
 """Results for machines: one JSON object, the same on stdout and in the run folder."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -34,7 +33,3 @@ def save_result(config: RunConfig, name: str, document: dict[str, Any]) -> Path:
     path = Path(config.run_dir) / "results" / f"{name}.json"
     write_json(path, document)
     return path
-
-
-def to_text(document: dict[str, Any]) -> str:
-    return json.dumps(document, indent=2, ensure_ascii=False)

@@ -26,8 +26,10 @@ class Stream:
         self._console, self._tokenizer, self._prompt = console, tokenizer, prompt
         self._show_rounds, self._quiet = show_rounds, quiet
         self._text = text
+        self._begun = False
 
     def begin(self) -> None:
+        self._begun = True
         if self._quiet:
             return
         if self._show_rounds:
@@ -46,7 +48,8 @@ class Stream:
             self._write(self._text.push(round_.emitted))
 
     def finish(self) -> None:
-        if not self._quiet:
+        """End the text's last line, also where it was cut short; nothing where none was begun."""
+        if self._begun and not self._quiet:
             self._write(("" if self._show_rounds else self._text.finish()) + "\n")
 
     def _coloured(self, round_: Round) -> Text:

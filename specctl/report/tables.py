@@ -36,6 +36,10 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def _plain(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
@@ -67,7 +71,7 @@ _PARAMETERS: Column[Report] = Column("parameters", lambda report: f"{report['num
 _LOSS: Column[Report] = Column("loss", lambda report: report["loss"], rank=1)
 _TRAINED_TOKENS: Column[Report] = Column("tokens", lambda report: f"{report['tokens']:,}", rank=2)
 _TRAINED_SECONDS: Column[Report] = Column("seconds", lambda report: f"{report['seconds']:.0f}", rank=2)
-_TRAIN_LOSS: Column[Report] = Column("train", lambda report: f"{report['train_loss']:.3f}", rank=1)
+_TRAIN_LOSS: Column[Report] = Column("train", lambda report: _loss(report["train_loss"]), rank=1)
 
 
 def sweep_table(sweep: Sweep) -> Sheet[SweepRow]:
@@ -152,8 +156,8 @@ def training_table(reports: Sequence[Report]) -> Sheet[Report]:
         title="Training",
         columns=(
             *(_MODEL, _PARAMETERS, _LOSS, _TRAINED_TOKENS, _TRAINED_SECONDS, _TRAIN_LOSS),
-            Column("validation", lambda report: f"{report['validation_loss']:.3f}"),
-            Column("own text", lambda report: f"{report['own_validation_loss']:.3f}"),
+            Column("validation", lambda report: _loss(report["validation_loss"])),
+            Column("own text", lambda report: _loss(report["own_validation_loss"])),
         ),
         rows=reports,
         caption=(

@@ -13,6 +13,7 @@ from typing import Any
 from specctl import run_folder
 from specctl.config import TrainingConfig
 from specctl.errors import Interrupted, UsageError
+from specctl.progress import Progress
 from specctl.training.blocks import Blocks
 from specctl.training.loop import Task, TrainingReport, load_weights, train
 from specctl.training.state import TrainingState, load_state, save_state, state_path, stop_signals
@@ -33,7 +34,7 @@ def train_into(
     describe: Callable[[TrainingReport], dict[str, Any]],
     narrate: Callable[[str], None],
     resume_command: str,
-    progress: bool,
+    progress: Progress,
 ) -> None:
     """Train, or go on from `state`, and put the model in its place; the one that stood there is kept as previous.
 

@@ -37,6 +37,7 @@ from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads
 from specctl.models.medusa_checkpoint import load_heads
 from specctl.models.vocabulary import Mapping
+from specctl.progress import Progress, silent
 from specctl.tokenizer import Tokenizer
 from specctl.training.blocks import Blocks
 from specctl.training.checkpoints import REPORT, interrupted_at, read_report, refuse_changes, train_into, unfinished
@@ -52,10 +53,13 @@ Trainable = TargetConfig | DraftModelConfig | MedusaConfig
 class Artefacts:
     """What a run has made, and makes on demand.
 
-    narrate: called with each line of narration. may_train: False refuses to make anything.
+    narrate: called with each line of narration. may_train: False refuses to make anything. progress: shows how far
+    long work is.
     """
 
-    def __init__(self, config: RunConfig, *, narrate: Narrate, may_train: bool = True, progress: bool = False) -> None:
+    def __init__(
+        self, config: RunConfig, *, narrate: Narrate, may_train: bool = True, progress: Progress = silent
+    ) -> None:
         """Raises UsageError where the run folder cannot be written."""
         self.config, self.folder, self.narrate = config, Path(config.run_dir), narrate
         self._keeper, self._progress = Keeper(narrate, may_train), progress

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from specctl.corpus import array_writer
 from specctl.errors import UsageError
 from specctl.models.session import CausalModel
+from specctl.progress import Progress, silent
 from specctl.run_folder import atomic_writer
 from specctl.training.blocks import TokenIds
 
@@ -89,15 +89,21 @@ def write_generated_ids(
     validation_fraction: float,
     end_of_text: int | None,
     seed: int,
-    progress: bool,
+    progress: Progress = silent,
 ) -> None:
     """Write at least `num_tokens` new ids, prompts beside them, to `folder/NAME.{train,validation}.npy`.
 
     parts: a folder of what is done; it is read, added to, and left to the caller. Each sequence is followed by an
     end-of-text id; the last `validation_fraction` of the sequences is validation.
     """
-    total = num_sequences = num_parts = 0
-    with tqdm(total=num_tokens, desc=f"generating {name}", unit="tok", disable=not progress, leave=False) as bar:
+    total = num_sequences = num_parts = shown = 0
+    with progress(f"generating {name}", "token") as update:
+
+        def tell(num_drawn: int) -> None:
+            nonlocal shown
+            shown += num_drawn
+            update(min(shown, num_tokens), num_tokens)
+
         for number in count():
             left = num_tokens - total
             if left <= 0 and num_sequences > 1:
@@ -105,10 +111,10 @@ def write_generated_ids(
             path = parts / f"{number}.npz"
             if not path.is_file():
                 generator = torch.Generator().manual_seed((seed + number * _STRIDE) % 2**63)
-                _write_part(path, _continue_all(target, prompts, num_sequences, generator, left))
+                _write_part(path, _continue_all(target, prompts, num_sequences, generator, left, tell))
             sizes = np.load(path, allow_pickle=False)["sizes"]  # [B, 2]: all tokens, new tokens
             total, num_sequences, num_parts = total + int(sizes[:, 1].sum()), num_sequences + len(sizes), number + 1
-            bar.update(int(sizes[:, 1].sum()))
+            tell(total - shown)
     num_train = min(num_sequences - 1, round(num_sequences * (1 - validation_fraction)))
     dtype = np.dtype(np.uint16 if target.vocab_size <= 2**16 else np.uint32)
     end = np.array([] if end_of_text is None else [end_of_text], dtype=dtype)
@@ -140,9 +146,17 @@ def _read_parts(parts: Path, num_parts: int) -> Iterator[Ids]:
 
 
 def _continue_all(
-    target: CausalModel, prompts: Prompts, first: int, generator: torch.Generator, wanted: int
+    target: CausalModel,
+    prompts: Prompts,
+    first: int,
+    generator: torch.Generator,
+    wanted: int,
+    on_drawn: Callable[[int], None] = lambda count: None,
 ) -> list[tuple[Ids, int]]:
-    """(prompt and continuation, new tokens) of the prompts from the first on; no more than `wanted` tokens need."""
+    """(prompt and continuation, new tokens) of the prompts from the first on; no more than `wanted` tokens need.
+
+    on_drawn: as in `_continue`.
+    """
     texts = prompts.part(first, generator)
     most = max(prompts.new_tokens(len(text)) for text in texts)
     texts = texts[: max(_FEWEST if prompts.ends else 2, -(-wanted // most))]
@@ -153,7 +167,8 @@ def _continue_all(
         at_once = max(1, SEQUENCES_AT_ONCE * SEQUENCE_TOKENS // max(whole, SEQUENCE_TOKENS))
         for start in range(0, len(places), at_once):
             batch = places[start : start + at_once]
-            ids = _continue(target, torch.tensor([texts[place] for place in batch]), whole, generator, prompts.ends)
+            begun = torch.tensor([texts[place] for place in batch])
+            ids = _continue(target, begun, whole, generator, prompts.ends, on_drawn)
             for place, row in zip(batch, ids.numpy(), strict=True):
                 ended = np.flatnonzero(np.isin(row[length:], list(prompts.ends)))
                 size = length + int(ended[0]) + 1 if len(ended) else whole
@@ -168,14 +183,19 @@ def _continue(
     length: int,
     generator: torch.Generator,
     ends: frozenset[int] = frozenset(),
+    on_drawn: Callable[[int], None] = lambda count: None,
 ) -> torch.Tensor:
-    """Prompts [B, P] and what the target drew after them, [B, length]; fewer where every row has ended."""
+    """Prompts [B, P] and what the target drew after them, [B, length]; fewer where every row has ended.
+
+    on_drawn: called after each pass with the number of tokens that it gave.
+    """
     session, ids = target.session(len(prompts)), prompts
     feed, open_rows, last = prompts, torch.ones(len(prompts), dtype=torch.bool), torch.tensor(sorted(ends))
     while ids.shape[1] < length and open_rows.any():
         logits = session.extend(feed, num_logits=1).logits[:, -1].cpu()
         feed = torch.multinomial(torch.softmax(logits.float(), -1), 1, generator=generator)
         ids = torch.cat((ids, feed), dim=1)
+        on_drawn(int(open_rows.sum()))
         if ends:
             open_rows &= ~torch.isin(feed[:, 0], last)
     return ids

@@ -3,7 +3,7 @@
 It trains whatever a `Task` names, by the task's own loss and judged by the task's own score. At every
 evaluation it hands out its state, from which `train` goes on bit for bit (with the same number of
 threads). Randomness comes from the config's seed, the global random state is left as it was, and
-evaluation changes nothing. Knows nothing about models, files or the terminal beyond a tqdm bar.
+evaluation changes nothing. Knows nothing about models, files or the terminal.
 Source: Loshchilov and Hutter 1711.05101 (AdamW).
 
 Shapes: B blocks, T tokens.
@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from specctl.config import TrainingConfig
 from specctl.errors import NumericalError
+from specctl.progress import Progress, silent
 from specctl.training.blocks import Blocks
 from specctl.training.state import TrainingState
 
@@ -31,7 +31,7 @@ Weights = dict[str, Tensor]
 class Evaluation:
     """What an evaluation found. score: higher is better, it decides which checkpoint is the best.
 
-    figures: what the report keeps. summary: the same in a few words, for the progress bar.
+    figures: what the report keeps. summary: the same in a few words, for whoever waits.
     """
 
     score: float
@@ -111,7 +111,7 @@ def train(
     state: TrainingState | None = None,
     save: Callable[[TrainingState], None] = lambda state: None,
     stop: Callable[[], bool] = lambda: False,
-    progress: bool = False,
+    progress: Progress = silent,
 ) -> tuple[TrainingReport, Weights]:
     """Train the task's module in place, or go on from `state`; return the report and the last weights.
 
@@ -121,19 +121,15 @@ def train(
     early end is then evaluated for the report; the state knows nothing of that.)
     Raises NumericalError, naming model and step, when a loss or a score is not finite.
     """
-    bar = tqdm(total=config.steps, desc=name, unit="step", disable=not progress, dynamic_ncols=True)
-    with torch.random.fork_rng(devices=[]), bar:
+    with torch.random.fork_rng(devices=[]), progress(f"training {name}", "step") as update:
         torch.manual_seed(config.seed)
         run = _Run(task, name, config)
         if state is not None:
             run.restore(state)
-            bar.update(run.step)
         task.module.train()
         while run.step < config.steps:
             run.take_step(blocks)
-            bar.update()
-            if run.step % 10 == 0:
-                bar.set_postfix_str(run.summary)
+            update(run.step, config.steps, run.summary if run.step % 10 == 0 else "")
             evaluated = run.step % config.eval_interval == 0 or run.step == config.steps
             if evaluated:
                 run.evaluate()
@@ -180,7 +176,8 @@ class _Run:
         loss = self._task.loss(blocks.sample(self._config.batch_size, self._generator))
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._task.module.parameters(), self._config.gradient_clip)
+        if self._config.gradient_clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._task.module.parameters(), self._config.gradient_clip)
         self._refuse_infinite("loss", float(loss.detach()))
         self._optimizer.step()
         self._losses.append(float(loss.detach()))

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from specctl.errors import UsageError
-from specctl.run_folder import write_atomic
+from specctl.run_folder import to_text, write_atomic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def state_path(folder: Path) -> Path:
 
 def save_state(path: Path, state: TrainingState, recipe: dict[str, Any]) -> None:
     """Write the state and the recipe of what is trained; SpecctlError where the disk refuses, the old one kept."""
-    header = json.dumps({"recipe": recipe, "step": state.step, "values": state.values})
+    header = to_text({"recipe": recipe, "step": state.step, "values": state.values}, indent=None)
     write_atomic(path, save(state.tensors, metadata={"state": header}))
 
 

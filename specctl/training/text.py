@@ -28,6 +28,7 @@ from specctl.errors import Interrupted, UsageError
 from specctl.models.backend import Module, writer
 from specctl.models.checkpoint import end_tokens
 from specctl.models.vocabulary import trimmed
+from specctl.progress import Progress
 from specctl.prompts import Prompt, fingerprint_prompts, read_prompts
 from specctl.tokenizer import Tokenizer
 from specctl.training.blocks import TokenIds
@@ -49,7 +50,7 @@ class RunText:
         target: Callable[[], Module],
         target_recipe: Callable[[], dict[str, Any]],
         target_folder: Callable[[], Path],
-        progress: bool,
+        progress: Progress,
     ) -> None:
         self._config, self._folder, self._keeper = config, Path(config.run_dir), keeper
         self._target, self._target_recipe, self._progress = target, target_recipe, progress

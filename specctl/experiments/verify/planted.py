@@ -1,6 +1,6 @@
 """Planted bugs: what real engines got wrong, put into the parts, and which parts of the verdict must see each.
 
-A proof that cannot fail proves nothing. Every bug runs on a toy pair under enumeration and on the
+A test that cannot fail tests nothing. Every bug runs on a toy pair under enumeration and on the
 user's own pair under the other parts. Knows nothing of how the parts look.
 
 Shapes: V vocab.

@@ -1,4 +1,4 @@
-"""The verdict: does this pair keep the target's law, and would the proof have seen it if not?
+"""The verdict: does this pair keep the target's law, and would the test have seen it if not?
 
 Puts the parts together for a run's pair. Knows nothing of how a verdict is shown.
 """

@@ -69,9 +69,11 @@ class KernelDecoder:
         self.name, self.shape, self.dtype, self.device = name, module.shape, dtype, torch.device("cpu")
         self.vocab_size = module.shape.vocab_size
         self.threads: int | None = None
+        self.num_cores = num_cores()
         self.pass_bytes = 0  # of weights that a pass reads: all but an embedding of its own
         self.kernel = library.load()
-        self._memory = layout.Memory(sum(layout.held_bytes(weight) for weight in module.parameters()))
+        bytes_held = sum(layout.held_bytes(weight) for weight in module.parameters())
+        self._memory = layout.Memory(bytes_held, settle=self.kernel.specctl_settle)
         shape, backbone = module.shape, module.model
         lm_head = self._matrix([module.lm_head])
         tied = module.lm_head.weight is backbone.embed_tokens.weight
@@ -84,7 +86,7 @@ class KernelDecoder:
             layers[index] = self._layer(layer)
             if use_up:
                 _empty(layer)
-        self._layers = layers
+        self._memory.layers = layers
         self._model = layout.Model(
             num_layers=shape.num_hidden_layers,
             width=shape.hidden_size,
@@ -241,7 +243,6 @@ class KernelSession:
 
     def _pass(self, ids: Tensor, reserved: int, num_logits: int, hidden: Tensor, logits: Tensor) -> layout.Pass:
         """The pass over ids [B, T] contiguous, in a cache that has room for `reserved` more tokens by now."""
-        torch.set_num_threads(1)  # what stands around the passes is small, and its threads would be in their way
         start, _ = self._cache.reserve(reserved)
         storage, threads = self._cache.storage, self._decoder.threads
         return layout.Pass(
@@ -249,7 +250,7 @@ class KernelSession:
             *ids.shape,
             start,
             num_logits,
-            num_cores() if threads is None else max(1, threads),
+            self._decoder.num_cores if threads is None else max(1, threads),
             storage.data_ptr(),
             storage.shape[4],
             hidden.data_ptr(),

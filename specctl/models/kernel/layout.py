@@ -5,6 +5,7 @@ Shapes: V vocab, D width. Knows nothing about sessions.
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import c_double, c_float, c_int64, c_void_p
 
@@ -84,13 +85,24 @@ class Draws(ctypes.Structure):
 
 
 class Memory:
-    """Room for weights in one piece, on large pages where the system has them: that many fewer addresses to look up."""
+    """Room for weights in one piece, on large pages where the system has them: that many fewer addresses to look up.
 
-    def __init__(self, num_bytes: int) -> None:
-        self._map, self._used = mmap.mmap(-1, num_bytes), 0
+    settle: called before it is given back; waits for threads that may still look at it. layers: what lies there,
+    layer by layer, kept as long as the weights are.
+    """
+
+    def __init__(self, num_bytes: int, settle: Callable[[], None] = lambda: None) -> None:
+        self._settle, self._used = settle, 0
+        self.layers: ctypes.Array[Layer] | None = None
+        # Private memory: shared memory, the default, comes on large pages only where a system's administrator says so.
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self._map = mmap.mmap(-1, num_bytes, **private)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a system may have none
                 self._map.madvise(mmap.MADV_HUGEPAGE)
+
+    def __del__(self) -> None:
+        self._settle()
 
     def hold(self, tensor: Tensor) -> int:
         """The address of a copy, valid as long as this memory."""

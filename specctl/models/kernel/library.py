@@ -45,6 +45,7 @@ def load() -> ctypes.CDLL:
     library.specctl_draw.argtypes = [ctypes.c_void_p] * 3
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.specctl_token_rule.argtypes = (*[pointer] * 2, integer, *[pointer] * 2, *[integer] * 2, *[pointer] * 3)
+    library.specctl_settle.argtypes, library.specctl_settle.restype = (), None
     for function in (library.specctl_pass, library.specctl_draw, library.specctl_token_rule):
         function.restype = ctypes.c_int64
     return library

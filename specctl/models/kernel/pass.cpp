@@ -347,6 +347,7 @@ class Decoding {
 
     void operator()(Worker &worker) const {
         for (int64_t index = 0; index < model_.num_layers; ++index) {
+            if (worker.is_over()) return;
             const Layer &layer = model_.layers[index];
             project(worker, layer, index);
             attend(worker, index);
@@ -569,8 +570,8 @@ class Decoding {
             });
     }
 
-    const Model &model_;
-    const Pass &pass_;
+    Model model_;  // copies: helpers may look at them when the pass is over
+    Pass pass_;
     int64_t rows_;
     float *x_, *qkv_, *attended_, *gated_;  // [N, D], [N, (H + 2 Hkv) Hd] of which q is used, [N, H Hd], [N, F]
 };
@@ -644,6 +645,9 @@ void run(const Model &model, const Pass &pass) {
 
 }  // namespace
 }  // namespace specctl
+
+// Wait until no thread of ours looks at a model any more, so that it may be freed.
+extern "C" void specctl_settle() { specctl::shared()->pool.settle(); }
 
 // acceptance.py's token_rule: p [K + 1, V], ids [K], K + 1 uniforms. q is what the ids were drawn from: [K + 1, V], the
 // last row zero, or, where each is a point mass (is_dense = 0), [K] at the ids alone: 1, or NaN. Returns how many drafts
