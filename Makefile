@@ -42,7 +42,7 @@ bench: setup ## train the bench's pair once, then all ways to decode, the limit 
 	$(BIN)/python -m benchmarks.decoding
 	$(BIN)/python -m benchmarks.rules
 
-bench-peers: setup ## ours beside transformers alone, on the bench's pair, as JSON
+bench-peers: setup ## ours beside the peers that are installed (pip install -e '.[peers]'), as JSON
 	$(BIN)/python -m benchmarks.decoding --peers-only
 
 bench-predictions: setup ## five sweeps: do the predicted speedups hold? minutes

@@ -1,6 +1,6 @@
 """Ways to decode, run side by side: every contender on every prompt, in an order shuffled anew, after a warm-up.
 
-Knows nothing about what a contender is: ours are in this package's `decoding.py`, transformers' in `peers.py`.
+Knows nothing about what a contender is: ours are in this package's `decoding.py`, other people's in `peers`.
 """
 
 import random
@@ -15,13 +15,22 @@ from tqdm import tqdm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One request. seconds: of all of it, the prompt included. num_passes: of the target; None if not counted."""
+    """One request. seconds: of all of it, the prompt included. num_passes: of the target; None if not counted.
 
-    token_ids: list[int]
+    token_ids: None where a library tells the text alone.
+    """
+
+    num_tokens: int
     seconds: float
+    token_ids: list[int] | None = None
+    text: str | None = None
     num_passes: int | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+
+
+class Failed(Exception):
+    """A contender cannot go on; the message says why, in one line. The others can."""
 
 
 Decode = Callable[[list[int], int, int], Run]  # prompt, new tokens, request (which decides the draws)
@@ -29,28 +38,36 @@ Decode = Callable[[list[int], int, int], Run]  # prompt, new tokens, request (wh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """slow: runs once on each prompt, in the first repeat, and is warmed up by a few tokens."""
+    """threads: of its passes, and of torch's operators here while it runs.
+
+    slow: runs once on each prompt, in the first repeat, and is warmed up by a few tokens.
+    """
 
     name: str
     temperature: float
     decode: Decode
+    threads: int
     slow: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """What the runs of one contender gave. first_texts: of each prompt, in the first repeat."""
+    """What the runs of one contender gave. failure: why they ended early, and none of them counts.
+
+    first_runs: of each prompt, in the first repeat.
+    """
 
     seconds_per_token: list[float] = field(default_factory=list)
     num_tokens: int = 0
     num_passes: int | None = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    first_texts: list[list[int]] = field(default_factory=list)
+    first_runs: list[Run] = field(default_factory=list)
+    failure: str | None = None
 
     def add(self, run: Run) -> None:
-        self.seconds_per_token.append(run.seconds / len(run.token_ids))
-        self.num_tokens += len(run.token_ids)
+        self.seconds_per_token.append(run.seconds / run.num_tokens)
+        self.num_tokens += run.num_tokens
         if self.num_passes is not None:
             self.num_passes = None if run.num_passes is None else self.num_passes + run.num_passes
         self.num_drafted += run.num_drafted
@@ -75,7 +92,6 @@ def interleave(
     *,
     num_new_tokens: int,
     repeats: int,
-    threads: int,
     between: Callable[[], None] = lambda: None,
 ) -> list[Measured]:
     """Run all and return what each gave, in their order; `between` is called once a prompt and repeat.
@@ -87,10 +103,21 @@ def interleave(
     quick = [contender.slow for contender in contenders]
     total = len(contenders) + len(prompts) * (len(contenders) * repeats - sum(quick) * (repeats - 1))
     with tqdm(total=total, unit="run", file=sys.stderr, disable=not sys.stderr.isatty()) as progress:
-        for contender in contenders:
-            torch.set_num_threads(threads)
-            contender.decode(prompts[0], min(2, num_new_tokens) if contender.slow else num_new_tokens, 0)
+
+        def run(index: int, prompt: list[int], length: int, request: int) -> Run | None:
+            contender = contenders[index]
             progress.update()
+            if measured[index].failure is not None:
+                return None
+            torch.set_num_threads(contender.threads)
+            try:
+                return contender.decode(prompt, length, request)
+            except Failed as failure:
+                measured[index].failure = str(failure)
+                return None
+
+        for index, contender in enumerate(contenders):
+            run(index, prompts[0], min(2, num_new_tokens) if contender.slow else num_new_tokens, 0)
         for repeat in range(repeats):
             for place, prompt in enumerate(prompts):
                 shuffled.shuffle(order)
@@ -98,10 +125,9 @@ def interleave(
                 for index in order:
                     if contenders[index].slow and repeat:
                         continue
-                    torch.set_num_threads(threads)
-                    run = contenders[index].decode(prompt, num_new_tokens, 1 + repeat * len(prompts) + place)
-                    measured[index].add(run)
-                    if repeat == 0:
-                        measured[index].first_texts.append(run.token_ids)
-                    progress.update()
+                    found = run(index, prompt, num_new_tokens, 1 + repeat * len(prompts) + place)
+                    if found is not None:
+                        measured[index].add(found)
+                        if repeat == 0:
+                            measured[index].first_runs.append(found)
     return measured

@@ -1,9 +1,10 @@
-"""Ours, the seed's loops and transformers on the same checkpoints and prompts, interleaved in one run.
+"""Ours, the seed's loops and other libraries on the same checkpoints and prompts, interleaved in one run.
 
-    python -m benchmarks.decoding [--config benchmarks/pair.yaml] [--peers-only] [--quick] [--skip-compiled]
+    python -m benchmarks.decoding [--config benchmarks/pair.yaml] [--peers-only] [--peers NAME...] [--skip-compiled]
 
 Greedy and at T = 1: plain, speculative at each K, the loops without a cache that this project began with, and
-transformers' `generate` (`peers.py`). Beside them the limit, tokens a second if a pass only streamed the target's
+the peers that are installed (`peers`): transformers, llama.cpp, openvino-genai, each with the threads that it is the
+fastest with and in a process of its own. Beside them the limit, tokens a second if a pass only streamed the target's
 weights, from the bandwidth of summing a buffer of their size in the same loop; and the price of passes over n rows.
 
 The run is any run file's, a missing model is trained first; `path:` models do as well. Every request is timed whole,
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +27,9 @@ import torch
 from benchmarks.cacheless import Cacheless
 from benchmarks.contenders import Contender, Decode, Measured, Run, interleave
 from benchmarks.limit import Limit, limit_of
-from benchmarks.peers import Peers
+from benchmarks.peers import KINDS, Setting, child
+from benchmarks.results import print_result, rows_of
+from benchmarks.threads import candidates
 from specctl.chance import SeededChance
 from specctl.cli.progress import show_progress
 from specctl.config_file import load_config
@@ -36,7 +40,6 @@ from specctl.experiments.pair import Pair
 from specctl.experiments.timing import measure_costs
 from specctl.experiments.workload import workload
 from specctl.hardware import describe_hardware, describe_versions
-from specctl.report.layout import Column, Sheet, make_console, print_tables
 from specctl.run_folder import to_text
 from specctl.stats import collect
 from specctl.stopping import StopRules
@@ -44,7 +47,7 @@ from specctl.training.ensure import Artefacts
 
 _ROWS = (2, 3, 5, 8, 9)  # of a pass, beside 1
 _TEMPERATURES = (0.0, 1.0)
-_PEER_K = 4
+_CACHELESS_K = 4
 _LAW: dict[str, Any] = {  # temperature alone, as transformers is told
     "decoding.draft_temperature": None,
     "decoding.top_k": 0,
@@ -101,6 +104,7 @@ def cacheless(pair: Pair, drafter: str, k: int) -> Decode:
 def _run(events: Any, started: float) -> Run:
     token_ids, stats = collect(events)
     return Run(
+        num_tokens=len(token_ids),
         token_ids=token_ids,
         seconds=perf_counter() - started,
         num_passes=stats.num_rounds,
@@ -109,58 +113,52 @@ def _run(events: Any, started: float) -> Run:
     )
 
 
-def contenders_of(pair: Pair, drafter: str, ks: Sequence[int], options: argparse.Namespace) -> list[Contender]:
-    """Everything that is run, by temperature, ours first."""
-    draft_model, folder = isinstance(pair.drafter(drafter), DraftModel), pair.artefacts.model_folder
-    theirs = Peers(
-        folder("target"),
-        folder(drafter) if draft_model else None,
-        k=_PEER_K,
-        dtype=getattr(torch, pair.config.runtime.dtype),
-        device=pair.device,
-        compiled=not options.skip_compiled,
-    )
+def contenders_of(pair: Pair, drafter: str, ks: Sequence[int], with_cacheless: bool) -> list[Contender]:
+    """Ours, by temperature."""
     found: list[Contender] = []
     for temperature in _TEMPERATURES:
         tempered = at_temperature(pair, temperature)
         mine = {f"speculative, K = {k}" if k else "plain": ours(tempered, drafter, k) for k in (0, *ks)}
-        slow = {} if options.peers_only else {"plain, no cache": cacheless(tempered, drafter, 0)}
-        if slow and draft_model:
-            slow[f"speculative, no cache, K = {_PEER_K}"] = cacheless(tempered, drafter, _PEER_K)
+        slow = {"plain, no cache": cacheless(tempered, drafter, 0)} if with_cacheless else {}
+        if slow and isinstance(pair.drafter(drafter), DraftModel):
+            slow[f"speculative, no cache, K = {_CACHELESS_K}"] = cacheless(tempered, drafter, _CACHELESS_K)
         found += [
-            Contender(name=name, temperature=temperature, decode=decode, slow=name in slow)
-            for name, decode in (mine | slow | theirs.at(temperature)).items()
+            Contender(name=name, temperature=temperature, decode=decode, threads=pair.threads, slow=name in slow)
+            for name, decode in (mine | slow).items()
         ]
     return found
 
 
-def rows_of(contenders: Sequence[Contender], measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """One row a contender; speedup over our plain decoding at the same temperature.
+def setting_of(pair: Pair, drafter: str, options: argparse.Namespace, folder: Path) -> Setting:
+    """What the peers decode."""
+    model_folder = pair.artefacts.model_folder
+    return Setting(
+        target=model_folder("target"),
+        draft=model_folder(drafter) if isinstance(pair.drafter(drafter), DraftModel) else None,
+        ks=options.peer_k,
+        context_length=pair.target.context_length,
+        dtype=getattr(torch, pair.config.runtime.dtype),
+        device=pair.device,
+        folder=folder,
+        compiled=not options.skip_compiled,
+    )
 
-    same_text: at temperature 0, the share of prompts on which the text is our plain decoding's.
-    """
-    plain = {
-        contender.temperature: found
-        for contender, found in zip(contenders, measured, strict=True)
-        if contender.name == "plain"
-    }
-    rows = []
-    for contender, found in zip(contenders, measured, strict=True):
-        baseline = plain[contender.temperature]
-        same = [mine == theirs for mine, theirs in zip(found.first_texts, baseline.first_texts, strict=True)]
-        rows.append(
-            {
-                "name": contender.name,
-                "temperature": contender.temperature,
-                "tokens_per_second": found.tokens_per_second,
-                "speedup": found.tokens_per_second / baseline.tokens_per_second,
-                "tokens_per_pass": found.tokens_per_pass,
-                "acceptance_rate": found.acceptance_rate,
-                "same_text": sum(same) / len(same) if contender.temperature == 0 else None,
-                "num_runs": len(found.seconds_per_token),
-            }
-        )
-    return rows
+
+def peers_of(
+    children: dict[str, child.Child], pair: Pair, prompt: list[int], num_new_tokens: int
+) -> tuple[list[Contender], dict[str, str]]:
+    """Every way in which the peers decode, and why some of them do not, by name."""
+    counts = candidates(pair.config.runtime.threads) if pair.device.type == "cpu" else [pair.threads]
+    found: list[Contender] = []
+    failed: dict[str, str] = {}
+    for name, peer in children.items():
+        pair.artefacts.narrate(f"choosing the threads of {name}")
+        for mode in child.contenders_of(peer, _TEMPERATURES, counts, prompt, num_new_tokens):
+            if isinstance(mode, Contender):
+                found.append(mode)
+            else:
+                failed |= [mode]
+    return found, failed
 
 
 def benchmark(pair: Pair, drafter: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -179,23 +177,33 @@ def benchmark(pair: Pair, drafter: str, options: argparse.Namespace) -> dict[str
             f"prompt and new tokens are {longest}, and the context holds {pair.target.context_length}; "
             "lower --new-tokens"
         )
-    contenders = contenders_of(pair, drafter, ks, options)
+    contenders = contenders_of(pair, drafter, ks, with_cacheless=not options.peers_only)
     limit = None if options.peers_only else limit_of(pair)
-    measured = interleave(
-        contenders,
-        prompts,
-        num_new_tokens=num_new_tokens,
-        repeats=repeats,
-        threads=pair.threads,
-        between=limit.measure if limit else lambda: None,
-    )
+    with TemporaryDirectory(prefix="specctl-bench-") as folder:
+        setting = setting_of(pair, drafter, options, Path(folder))
+        with child.opened(options.peers, setting) as (children, skipped):
+            theirs, failed = peers_of(children, pair, prompts[0], num_new_tokens)
+            contenders += theirs
+            measured = interleave(
+                contenders,
+                prompts,
+                num_new_tokens=num_new_tokens,
+                repeats=repeats,
+                between=limit.measure if limit else lambda: None,
+            )
+    failures = {
+        f"{contender.name}, T = {contender.temperature:g}": found.failure
+        for contender, found in zip(contenders, measured, strict=True)
+        if found.failure is not None
+    }
     result: dict[str, Any] = {
         "config": str(options.config),
         "drafter": drafter,
         "num_prompts": len(prompts),
         "new_tokens": num_new_tokens,
         "repeats": repeats,
-        "rows": rows_of(contenders, measured),
+        "rows": rows_of(contenders, measured, pair.artefacts.tokenizer.decode),
+        "skipped": skipped | failed | failures,
     }
     if limit:
         result |= parts_of(pair, drafter, limit, measured[0])
@@ -218,37 +226,6 @@ def parts_of(pair: Pair, drafter: str, limit: Limit, plain: Measured) -> dict[st
     }
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """The table, on stderr."""
-    table: Sheet[dict[str, Any]] = Sheet(
-        title=f"{result['new_tokens']} new tokens, {result['num_prompts']} prompts",
-        columns=(
-            Column("T", lambda row: f"{row['temperature']:g}", key=True),
-            Column("decoding", lambda row: row["name"], key=True, text=True),
-            Column("tokens/s", lambda row: f"{row['tokens_per_second']:.0f}"),
-            Column("over\nplain", lambda row: f"{row['speedup']:.2f}x"),
-            Column("tokens/\npass", lambda row: _or_dash(row["tokens_per_pass"], "{:.2f}")),
-            Column("accepted", lambda row: _or_dash(row["acceptance_rate"], "{:.0%}")),
-            Column("text of\nplain", lambda row: _or_dash(row["same_text"], "{:.0%}")),
-        ),
-        rows=result["rows"],
-    )
-    print_tables(make_console(stderr=True), table, wide=True)
-    if "limit" in result:
-        limit, costs = result["limit"], result["verify_cost"]
-        print(
-            f"limit {limit['tokens_per_second']:.0f} tokens/s ({limit['weight_bytes'] / 1e6:.0f} MB at "
-            f"{limit['bytes_per_second'] / 1e9:.1f} GB/s), of which plain reaches {limit['plain_share']:.0%}\n"
-            f"target step {result['target_step_ms']:.2f} ms, draft step {result['draft_step_ms']:.2f} ms, "
-            + ", ".join(f"v({rows}) = {cost:.2f}" for rows, cost in costs.items()),
-            file=sys.stderr,
-        )
-
-
-def _or_dash(value: float | None, pattern: str) -> str:
-    return "-" if value is None else pattern.format(value)
-
-
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path(__file__).parent / "pair.yaml", help="any run file")
@@ -257,7 +234,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--k", type=int, nargs="+", help="K to measure; 1 to 8")
     parser.add_argument("--repeats", type=int, help="times that each runs on each prompt (sweep.repeats)")
     parser.add_argument("--new-tokens", type=int, help="of each request (sweep.max_new_tokens)")
-    parser.add_argument("--peers-only", action="store_true", help="ours and transformers alone")
+    parser.add_argument("--peers-only", action="store_true", help="our loops and the peers alone")
+    parser.add_argument("--peers", nargs="*", choices=KINDS, default=list(KINDS), help="those to run, if installed")
+    parser.add_argument("--peer-k", type=int, nargs="+", default=[4], help="tokens that peers draft a round; 4")
     parser.add_argument("--skip-compiled", action="store_true", help="compiling takes transformers minutes")
     parser.add_argument("--quick", action="store_true", help="a smoke test: one prompt, few tokens, two K")
     return parser.parse_args(arguments)
