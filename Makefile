@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help setup demo check test bench bench-peers bench-predictions bench-busy bench-verify clean
 
 help: ## list what make can do
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) ## create .venv and install specctl and its tools, at pinned versions
 
