@@ -77,10 +77,11 @@ class Costs:
         """
         if trials is None:
             return float(self.round_cost(num_drafted, np.arange(self.num_trials)[None])[0])
-        step = np.median(self.plain_seconds[trials], 1)
         below = max(size for size in self.round_seconds if size <= num_drafted)
         above = min((size for size in self.round_seconds if size >= num_drafted), default=below)
-        low, high = (np.median(self.round_seconds[size][trials], 1) / step for size in (below, above))
+        # The median of ratios: what moves the machine's speed from trial to trial moves both sides of one alike.
+        ratios = (self.round_seconds[size] / self.plain_seconds for size in (below, above))
+        low, high = (np.median(ratio[trials], 1) for ratio in ratios)
         share = (num_drafted - below) / (above - below) if above > below else 0.0
         cost: Floats = low + share * (high - low)
         return cost
@@ -121,11 +122,14 @@ class CostTimer:
 
     @torch.inference_mode()
     def _run(self) -> dict[Part, float]:
-        order = list(self._parts)
+        order = [*self._parts, PLAIN]  # twice: everything is held against it
         self._shuffled.shuffle(order)
+        found: dict[Part, list[float]] = {}
         with self._pair.around_passes():
-            found = [self._parts[part]() for part in order]
-        return {part: seconds for each in found for part, seconds in each.items()}
+            for part in order:
+                for name, seconds in self._parts[part]().items():
+                    found.setdefault(name, []).append(seconds)
+        return {name: mean(seconds) for name, seconds in found.items()}
 
     def costs(self) -> Costs:
         return costs_of(self._times, self._ks)
@@ -163,18 +167,20 @@ def costs_of(times: Mapping[Part, Sequence[float]], ks: Sequence[int]) -> Costs:
     do not. So whole rounds are what counts, and the overhead is what the parts do not explain. A pass over more
     rows does all that one over fewer does, so where noise says that it is cheaper, it is as dear.
     """
-    seconds = {part: median(values) for part, values in times.items()}
-    step = seconds[PLAIN]
-    cost_ratio = seconds[DRAFT] / step
+
+    def ratio(part: Part, over: Part = PLAIN) -> float:
+        return median(a / b for a, b in zip(times[part], times[over], strict=True))
+
+    step, cost_ratio = median(times[PLAIN]), ratio(DRAFT)
     rows = [1, *(k + 1 for k in ks)]
-    ratios = accumulate((seconds["rows", n] / seconds["rows", 1] for n in rows), max)
+    ratios = accumulate((ratio(("rows", n), ("rows", 1)) for n in rows), max)
     verify_cost = dict(zip(rows, ratios, strict=True))
     rounds = {0: np.array(times[EMPTY])} | {k: np.array(times["round", k]) for k in ks}
     return Costs(
         target_step_seconds=step,
         cost_ratio=cost_ratio,
         verify_cost=verify_cost,
-        overhead={k: seconds["round", k] / step - k * cost_ratio - verify_cost[k + 1] for k in ks},
+        overhead={k: ratio(("round", k)) - k * cost_ratio - verify_cost[k + 1] for k in ks},
         plain_seconds=np.array(times[PLAIN]),
         round_seconds=rounds,
         plain_opening=median(times.get(("opening", -1), [0.0])) / step,
