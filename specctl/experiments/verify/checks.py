@@ -47,7 +47,7 @@ def sampled_run(
     tested: Subject, plan: RunPlan, false_alarm_rate: float, on_tokens: Callable[[int], None] = lambda count: None
 ) -> tuple[RescoreFigures, SamplingFigures]:
     """Decode the plan's requests, and rescore and judge the same tokens."""
-    figures, evidence = RescoreFigures(tolerance=tested.tolerance), Evidence()
+    figures, evidence = RescoreFigures(tolerance=tested.tolerance), Evidence(num_positions=plan.k + 1)
     generator = torch.Generator().manual_seed(plan.seed + 1)
     for number, prompt, num_tokens in plan.requests():
         request = record(tested.parts, prompt, k=plan.k, seed=plan.seed, request=number, num_tokens=num_tokens)

@@ -243,7 +243,11 @@ def _sampling(figures: SamplingFigures) -> Finding:
         text += f" ({least.name})"
     if leak := figures.leak:
         low, high = leak.interval
-        text += f"; leak {leak.value:+.3f} ({low:+.3f} to {high:+.3f}), seen from {leak.smallest_seen:.3f} on"
+        text += f"; leak {leak.value:+.3f} ({low:+.3f} to {high:+.3f}), "
+        if leak.smallest_seen is None:
+            text += "too few tokens to see even a leak of 1; raise --tokens"
+        else:
+            text += f"seen from {leak.smallest_seen:.3f} on"
     values = {**asdict(figures), "p_value": figures.p_value}
     return Finding(part=SAMPLING, holds=figures.p_value >= FALSE_ALARM_RATE, text=text, figures=values)
 
