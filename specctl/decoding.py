@@ -91,7 +91,8 @@ def speculative(
     Yields a Round per target pass, then Finished. A round drafts at most what the budget leaves, so
     nothing is computed beyond it; where nothing is drafted it is a step of plain decoding. draft_law: what the
     draft draws from, if not from `law`; the rule is told its q, so the law of the output stays the same.
-    num_logprobs, draw: as in `plain`, of rounds that draft nothing. observer: shown what each round used and decided, before the round is yielded.
+    num_logprobs, draw: as in `plain`, of rounds that draft nothing. observer: shown what each round used and
+    decided, before the round is yielded.
     Raises as `plain` does, naming the draft where it is the cause.
     """
     stopping = Stopping(stop, len(prompt), target.context_length)

@@ -96,12 +96,15 @@ def test_every_planted_bug_is_caught(bug: Bug) -> None:
 def in_kernel() -> Subject:
     """A random pair whose draws and rule run in the kernel."""
     shape = replace(random_llama(0, 24).shape, hidden_size=16, intermediate_size=16, head_dim=16)
-    models = []
+    module, models = Llama(shape).eval(), []
     for seed in (0, 1):
-        torch.manual_seed(seed)
-        module = Llama(shape).eval()
-        with torch.no_grad():
-            module.lm_head.weight.mul_(8)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():  # the draft is the target, and noise
+            for weight in module.parameters():
+                if weight.dim() == 2:
+                    weight.copy_(
+                        weight * bool(seed) + (0.1 if seed else 0.4) * torch.randn(weight.shape, generator=generator)
+                    )
         if reason := why_not_kernel(shape, torch.float32, torch.device("cpu")):
             pytest.skip(reason)
         models.append(KernelDecoder(module, "m", dtype=torch.float32))

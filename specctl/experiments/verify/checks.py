@@ -60,7 +60,8 @@ def sampled_run(
 class PlantedRow:
     """One bug. missing: what the pair lacks for it to exist, and then nothing else is known.
 
-    path: what of it ran in the kernel. must, caught: parts that have to see it, and that did. as_expected: `caught` holds all of `must`, and a
+    path: what of it ran in the kernel. must, caught: parts that have to see it, and that did. as_expected: `caught`
+    holds all of `must`, and a
     bug that keeps the law was seen by none of the parts that look at the law alone.
     """
 

@@ -51,7 +51,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """holds: every part does. path: what ran in the kernel, as in any run of the pair. planted: None unless asked for; all_caught: each bug as its row says."""
+    """holds: every part does. path: what ran in the kernel, as in any run of the pair. planted: None unless asked
+    for; all_caught: each bug as its row says.
+    """
 
     drafter: str
     rule: str
