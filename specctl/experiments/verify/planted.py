@@ -245,8 +245,8 @@ BUGS = (
         needs=_judges_in_kernel,
     ),
     Bug(
-        name="kernel: closing draw from a used uniform",
-        plant=_judged(wrappers.with_used_uniform),
+        name="kernel: tests and closing draw from one uniform",
+        plant=_judged(wrappers.with_one_uniform),
         caught_by=(SAMPLING,),
         toy=None,
         needs=_judges_in_kernel,

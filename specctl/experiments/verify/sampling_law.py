@@ -136,7 +136,7 @@ def judge(evidence: Evidence, false_alarm_rate: float) -> SamplingFigures:
     if len(by_id) < _FEWEST:
         return SamplingFigures(num_tokens=len(by_id), tests=[], leak=None)
     positions = np.concatenate(evidence.positions)
-    rate = false_alarm_rate / (4 + evidence.num_positions)  # of one test
+    rate = false_alarm_rate / (5 + evidence.num_positions)  # of one test
     raw = [
         ("uniform, by id", len(by_id), uniformity(by_id)),
         ("uniform, by rank", len(by_rank), uniformity(by_rank)),
@@ -144,12 +144,13 @@ def judge(evidence: Evidence, false_alarm_rate: float) -> SamplingFigures:
     for position in range(evidence.num_positions):
         here = positions == position
         raw.append((f"uniform at position {position}", int(here.sum()), _uniform_where(here, by_rank, rate)))
-    raw.append(_serial(evidence.by_rank, rate))
+    raw.append(("serial correlation, by id", *_serial(evidence.by_id, rate)))
+    raw.append(("serial correlation, by rank", *_serial(evidence.by_rank, rate)))
     surplus, in_surplus = np.concatenate(evidence.surplus), np.concatenate(evidence.in_surplus)
     distance = np.concatenate(evidence.distance)
     leak = _LeakTest(surplus=surplus, in_surplus=in_surplus, distance=distance)
     raw.append(("leak", int((distance > 0).sum()), leak.p_value(rate)))
-    assert len(raw) == 4 + evidence.num_positions
+    assert len(raw) == 5 + evidence.num_positions
     adjusted = holm([p_value for _, _, p_value in raw])
     tests = [
         Test(name=name, num_values=count, p_value=p_value, adjusted=together)
@@ -168,14 +169,14 @@ def _uniform_where(here: NDArray[np.bool_], values: Floats, rate: float) -> floa
     return p_value_of(bets)
 
 
-def _serial(requests: Sequence[Floats], rate: float) -> tuple[str, int, float]:
-    """The correlation of neighbours within a request: the products have mean 0 and variance 1/144."""
+def _serial(requests: Sequence[Floats], rate: float) -> tuple[int, float]:
+    """(pairs, p-value) of the correlation of neighbours within a request: the products have mean 0 and variance 1/144."""
     first, second = (np.concatenate([each[of] - 0.5 for each in requests]) for of in (slice(-1), slice(1, None)))
     if not len(first):
-        return "serial correlation", 0, 1.0
+        return 0, 1.0
     stake = float(np.sqrt(288 * np.log(2 / rate) / len(first)))
     bets = [product_bets(first, second, sign * stake) for sign in (1, -1)]
-    return "serial correlation", len(first), p_value_of(bets)
+    return len(first), p_value_of(bets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

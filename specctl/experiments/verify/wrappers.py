@@ -131,6 +131,10 @@ class _BentUniforms(SeededChance):
         return self._bend(self._chance.uniforms(count))
 
 
+def _first_alone(uniforms: Tensor) -> Tensor:
+    return uniforms[:1].repeat(len(uniforms))
+
+
 def from_one_uniform(draw: Draw) -> Draw:
     """The draw, with all tokens of a call from the first one's uniform."""
 
@@ -144,7 +148,7 @@ def from_one_uniform(draw: Draw) -> Draw:
         chance: Chance,
         keep_logits: bool = False,
     ) -> Drawn:
-        one = _BentUniforms(chance, lambda uniforms: uniforms[:1].repeat(len(uniforms)))
+        one = _BentUniforms(chance, _first_alone)
         return draw(session, feed, count, law=law, history=history, chance=one, keep_logits=keep_logits)
 
     return wrong
@@ -186,11 +190,9 @@ def closing_replaced(rule: Rule) -> Rule:
     return wrong
 
 
-def with_used_uniform(rule: Rule) -> Rule:
-    """The rule, with its closing draw from the uniform that judged the first draft."""
-    return lambda p, proposal, chance: rule(
-        p, proposal, _BentUniforms(chance, lambda uniforms: torch.cat((uniforms[:-1], uniforms[:1])))
-    )
+def with_one_uniform(rule: Rule) -> Rule:
+    """The rule, with its closing draw and all its tests from the uniform of the first test."""
+    return lambda p, proposal, chance: rule(p, proposal, _BentUniforms(chance, _first_alone))
 
 
 def with_row_before(rule: Rule) -> Rule:
