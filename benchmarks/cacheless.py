@@ -7,11 +7,13 @@ what differs in speed is the cache alone.
 import torch
 from torch import Tensor
 
-from specctl.models.session import CausalModel, Forward
+from specctl.models.session import Capabilities, CausalModel, Forward
 
 
 class Cacheless:
     """A `CausalModel` around another, without its cache."""
+
+    capabilities = Capabilities()
 
     def __init__(self, model: CausalModel) -> None:
         self.name, self.vocab_size, self.context_length = model.name, model.vocab_size, model.context_length

@@ -1,20 +1,41 @@
 """Drawing tokens one after the other: what plain decoding does with the target, and a draft model with itself.
 
-One function for both, so that the baseline and the draft are equally well tuned.
+Two ways with one signature: step by step, for every model and law, which proofs enumerate; and by the session
+itself, in one call, where model and law allow it. `draw_with` says which, once; nothing is found out while decoding.
 Shapes: T tokens, N drawn, V vocab. Knows nothing about rounds, rules or text.
 """
 
 from functools import cache
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from specctl.chance import Chance, SeededChance
-from specctl.models.session import Drawn, Session
+from specctl.models.session import CausalModel, DrawingSession, Drawn, Session
 from specctl.sampling import History, SamplingLaw
 
 
-def draw_tokens(
+class Draw(Protocol):
+    """Draws `count` tokens (1 or more) under `law` after those in the session and in `feed` [1, T].
+
+    The session has cached all of them but the last by then. history: the tokens before `feed` ends.
+    """
+
+    def __call__(
+        self,
+        session: Session,
+        feed: Tensor,
+        count: int,
+        *,
+        law: SamplingLaw,
+        history: History,
+        chance: Chance,
+        keep_logits: bool = False,
+    ) -> Drawn: ...
+
+
+def step_by_step(
     session: Session,
     feed: Tensor,
     count: int,
@@ -24,15 +45,7 @@ def draw_tokens(
     chance: Chance,
     keep_logits: bool = False,
 ) -> Drawn:
-    """Draw `count` tokens (1 or more) under `law` after those in the session and in `feed` [1, T].
-
-    The session has cached all of them but the last by then. A session that can do all of this itself does, where
-    the law is a temperature alone: the same tokens, from the same uniforms, without a step of Python for each.
-    """
-    draw = getattr(session, "draw", None)
-    if draw is not None and not keep_logits and isinstance(chance, SeededChance) and _is_temperature_alone(law):
-        drawn: Drawn = draw(feed, count, law.temperature, chance.uniforms(count))
-        return drawn
+    """A `Draw`: a pass, the law and a draw for each token."""
     ids, rows, logits = list(history.drafted), [], []
     num_before = len(ids)
     for _ in range(count):
@@ -50,6 +63,31 @@ def draw_tokens(
         hidden=forward.hidden,
         logits=torch.stack(logits) if keep_logits else None,
     )
+
+
+def by_session(
+    session: Session,
+    feed: Tensor,
+    count: int,
+    *,
+    law: SamplingLaw,
+    history: History,
+    chance: Chance,
+    keep_logits: bool = False,
+) -> Drawn:
+    """A `Draw` in one call: the same tokens from the same uniforms, without a step of Python for each.
+
+    For sessions of models that draw. Raises ValueError for what they would not follow: a law of more than a
+    temperature, logits that are to be kept, or a chance without uniforms.
+    """
+    if keep_logits or not isinstance(chance, SeededChance) or not _is_temperature_alone(law):
+        raise ValueError("a session draws from uniforms under a temperature alone, and keeps no logits")
+    return cast(DrawingSession, session).draw(feed, count, law.temperature, chance.uniforms(count))
+
+
+def draw_with(model: CausalModel, law: SamplingLaw) -> Draw:
+    """The fastest way to draw from a model under a law, at any temperature."""
+    return by_session if model.capabilities.draws and _is_temperature_alone(law) else step_by_step
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specctl.acceptance import Proposal, Verdict, token_rule
 from specctl.chance import Chance
-from specctl.continuation import draw_tokens
+from specctl.continuation import Draw, step_by_step
 from specctl.drafters.base import Drafter, PointProposal
 from specctl.errors import NumericalError
 from specctl.events import Event, Finished, Round, TokenLogprob
@@ -40,11 +40,13 @@ def plain(
     stop: StopRules,
     num_logprobs: int | None = None,
     device: torch.device = _CPU,
+    draw: Draw = step_by_step,
 ) -> Iterator[Event]:
     """Autoregressive decoding with a KV cache: one token a round, drawn from the target's law.
 
     Yields a Round per token, then Finished. num_logprobs: how many likeliest alternatives each emitted token
-    is reported with; None reports no log-probabilities. Raises UsageError for a prompt that is empty or fills
+    is reported with; None reports no log-probabilities. draw: how, as `draw_with` chooses; log-probabilities
+    need it step by step. Raises UsageError for a prompt that is empty or fills
     the context, NumericalError when the target's probabilities are not finite.
     """
     stopping = Stopping(stop, len(prompt), target.context_length)
@@ -58,9 +60,7 @@ def plain(
         started = perf_counter()
         chance.begin_round(index)
         history = History(token_ids=token_ids, prompt_length=len(prompt))
-        drawn = draw_tokens(
-            session, feed, 1, law=law, history=history, chance=chance, keep_logits=num_logprobs is not None
-        )
+        drawn = draw(session, feed, 1, law=law, history=history, chance=chance, keep_logits=num_logprobs is not None)
         feed = drawn.ids.view(1, 1)
         round_ = _plain_round(target, drawn, stopping, index, num_logprobs, started, started)
         token_ids += round_.emitted
@@ -84,13 +84,15 @@ def speculative(
     num_logprobs: int | None = None,
     device: torch.device = _CPU,
     observer: Observer | None = None,
+    draw: Draw = step_by_step,
 ) -> Iterator[Event]:
     """Speculative decoding: under an exact rule the same law as `plain`, in fewer target passes.
 
     Yields a Round per target pass, then Finished. A round drafts at most what the budget leaves, so
     nothing is computed beyond it; where nothing is drafted it is a step of plain decoding. draft_law: what the
     draft draws from, if not from `law`; the rule is told its q, so the law of the output stays the same.
-    num_logprobs: as in `plain`. observer: shown what each round used and decided, before the round is yielded.
+    num_logprobs, draw: as in `plain`, of rounds that draft nothing. observer: shown what each round used and
+    decided, before the round is yielded.
     Raises as `plain` does, naming the draft where it is the cause.
     """
     stopping = Stopping(stop, len(prompt), target.context_length)
@@ -110,7 +112,7 @@ def speculative(
         drafted_at = perf_counter()
         last = torch.tensor(token_ids[-1:], device=device)
         if len(proposal.ids) == 0:  # nothing to verify: a step of plain decoding
-            drawn = draw_tokens(
+            drawn = draw(
                 session, last[None], 1, law=law, history=history, chance=chance, keep_logits=num_logprobs is not None
             )
             round_ = _plain_round(target, drawn, stopping, index, num_logprobs, started, drafted_at)

@@ -15,7 +15,7 @@ from tiny_run import Tiny
 from torch import Tensor
 
 from specctl.chance import SeededChance, inverse_cdf
-from specctl.continuation import draw_tokens
+from specctl.continuation import by_session, draw_with, step_by_step
 from specctl.decoding import plain, speculative
 from specctl.drafters.draft_model import DraftModel
 from specctl.errors import NumericalError, SpecctlError, UsageError
@@ -443,23 +443,11 @@ def drawn(made: KernelDecoder, law: SamplingLaw, seed: int, count: int, feed: li
     session, chance = made.session(), SeededChance(seed, 0)
     chance.begin_round(0)
     session.extend(IDS[:, :9])
-    if not at_once:
-        session = StepByStep(session)  # type: ignore[assignment]
+    draw = draw_with(made, law) if at_once else step_by_step
     history = History(token_ids=[*IDS[0, :9].tolist(), *feed], prompt_length=9)
-    found = draw_tokens(session, torch.tensor([feed]), count, law=law, history=history, chance=chance)
+    found = draw(session, torch.tensor([feed]), count, law=law, history=history, chance=chance)
     assert session.lengths == (9 + len(feed) + count - 1,)
     return found
-
-
-class StepByStep:
-    """A session that cannot draw by itself."""
-
-    def __init__(self, session: KernelSession) -> None:
-        self.extend, self._session = session.extend, session
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self._session.lengths
 
 
 def test_verify_takes_no_difference_for_a_tie(tiny: Tiny) -> None:
@@ -516,6 +504,10 @@ def test_what_is_drawn_in_one_call_is_what_is_drawn_step_by_step(temperature: fl
 
 def test_a_law_of_more_than_a_temperature_is_followed_step_by_step() -> None:
     made = decoder(model())
+    assert draw_with(made, SamplingLaw(temperature=0.3)) is by_session
+    with pytest.raises(ValueError, match="temperature alone"):
+        history = History(token_ids=[1], prompt_length=1)
+        by_session(made.session(), IDS[:, :1], 1, law=SamplingLaw(top_k=1), history=history, chance=SeededChance(0))
     for law in (SamplingLaw(top_k=1), SamplingLaw(banned_token_ids=(3,)), SamplingLaw(frequency_penalty=50.0)):
         found = [drawn(made, law, seed, 8, [3], at_once=True).ids.tolist() for seed in range(20)]
         assert found == [drawn(made, law, seed, 8, [3], at_once=False).ids.tolist() for seed in range(20)]

@@ -135,6 +135,7 @@ PLANTED = PlantedRow(
     as_expected=False,
 )
 VERDICT = Verdict(
+    path="draws and rule in the kernel",
     drafter="distilled",
     rule="typical",
     lossy=True,

@@ -110,7 +110,9 @@ def publish(pair: "Pair", name: str, result: Any, as_json: bool, conclusions: Se
     from specctl.report.files import result_document, save_result
     from specctl.run_folder import to_text
 
-    document = result_document(pair.config, result, device=str(pair.device), threads=pair.threads, tuning=pair.tuning)
+    document = result_document(
+        pair.config, result, device=str(pair.device), threads=pair.threads, tuning=pair.tuning, paths=pair.paths
+    )
     if conclusions is not None:
         document["conclusions"] = list(conclusions)
     path = save_result(pair.config, name, document)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specctl.acceptance import Proposal
 from specctl.chance import Chance
-from specctl.continuation import draw_tokens
+from specctl.continuation import Draw, step_by_step
 from specctl.drafters.base import PointProposal, proposal_of
 from specctl.events import Round
 from specctl.models.session import CausalModel, Forward
@@ -26,13 +26,21 @@ class DraftModel:
     read anew. Its q is then that of the window, and the output as exact as ever.
     """
 
-    def __init__(self, model: CausalModel, name: str, device: torch.device | None = None) -> None:
+    def __init__(
+        self, model: CausalModel, name: str, device: torch.device | None = None, draw: Draw = step_by_step
+    ) -> None:
+        """draw: how, as `draw_with` chooses for the model and the law that it drafts under."""
         self.name = name
         self.model = model
+        self.draw = draw
         self._device = device or torch.device("cpu")
         self._session = model.session()
         self._num_committed = 0
         self._window_start = 0  # the committed token that stands first in the session
+
+    def drawing_with(self, draw: Draw) -> "DraftModel":
+        """The same model in a session of its own, drawn from in another way."""
+        return DraftModel(self.model, self.name, self._device, draw)
 
     def begin(self, prompt: Sequence[int], forward: Forward | None) -> None:
         self._session.keep((0,))
@@ -62,7 +70,7 @@ class DraftModel:
             return PointProposal(torch.empty(0, dtype=torch.int64, device=self._device), self.model.vocab_size)
         limit = self._slide(len(token_ids), limit)
         feed = self._ids(token_ids[self._window_start + self._session.lengths[0] :])
-        drawn = draw_tokens(self._session, feed, limit, law=law, history=history, chance=chance)
+        drawn = self.draw(self._session, feed, limit, law=law, history=history, chance=chance)
         return proposal_of(drawn, self.model.vocab_size)
 
     def observe(self, round_: Round, forward: Forward) -> None:

@@ -10,27 +10,28 @@ Shapes: K drafted, V vocab.
 import torch
 from torch import Tensor
 
-from specctl.acceptance import Proposal, Verdict, token_rule
+from specctl.acceptance import Proposal, Verdict
 from specctl.chance import Chance, SeededChance
 from specctl.drafters.base import DenseProposal, PointProposal
 from specctl.models.kernel import library
 
 
-def fast_token_rule(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
-    """`token_rule`, and by itself where the kernel is not in use or something is not as it takes it."""
+def kernel_token_rule(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
+    """`token_rule` of what models of the kernel give: float32 rows on the CPU, one more than ids, and uniforms.
+
+    Raises ValueError for anything else, and where the kernel is not loaded.
+    """
     kernel = library.loaded()
-    if (
-        kernel is None
-        or not isinstance(proposal, DenseProposal | PointProposal)
-        or not isinstance(chance, SeededChance)
-    ):
-        return token_rule(p, proposal, chance)
+    if kernel is None or not isinstance(chance, SeededChance):
+        raise ValueError("the kernel's rule needs the kernel, and uniforms; take token_rule")
+    if not isinstance(proposal, DenseProposal | PointProposal):
+        raise ValueError(f"the kernel's rule cannot read a {type(proposal).__name__}; take token_rule")
     ids, is_dense = proposal.ids, isinstance(proposal, DenseProposal)
     drawn_with = proposal.q if isinstance(proposal, DenseProposal) else proposal.mass
     if len(p) != len(ids) + 1 or drawn_with.shape != (p.shape if is_dense else ids.shape):
-        return token_rule(p, proposal, chance)
+        raise ValueError(f"{len(ids)} drafts with rows of p {tuple(p.shape)} and of q {tuple(drawn_with.shape)}")
     if ids.dtype != torch.int64 or not ids.is_contiguous() or not all(map(_is_readable, (p, drawn_with))):
-        return token_rule(p, proposal, chance)
+        raise ValueError(f"the kernel's rule reads contiguous float32 on the CPU, not {p.dtype} and {drawn_with.dtype}")
     uniforms = chance.uniforms(len(ids) + 1)
     closing, floats = torch.empty(1, dtype=torch.int64), torch.empty(1 + p.shape[1])
     address = floats.data_ptr()

@@ -11,13 +11,14 @@ from time import perf_counter
 
 import torch
 
-from specctl.acceptance import block_rule, typical_rule
+from specctl.acceptance import block_rule, token_rule, typical_rule
 from specctl.chance import SeededChance
 from specctl.config import DecodingConfig, DraftModelConfig, MedusaConfig, RunConfig
+from specctl.continuation import Draw, by_session, draw_with, step_by_step
 from specctl.decoding import Observer, Rule, plain, speculative
 from specctl.drafters.base import Drafter
 from specctl.drafters.draft_model import DraftModel
-from specctl.drafters.fast_rule import fast_token_rule
+from specctl.drafters.fast_rule import kernel_token_rule
 from specctl.drafters.medusa import MedusaDrafter
 from specctl.drafters.ngram import NgramDrafter
 from specctl.errors import UsageError
@@ -36,6 +37,7 @@ from specctl.stopping import StopRules, VisibleText
 from specctl.tokenizer import TextStream
 from specctl.training.ensure import Artefacts
 
+KERNEL, STEPS = "kernel", "step by step"
 _LONGEST_SWEEP = 8
 
 
@@ -57,7 +59,9 @@ class Pair:
         self.law = self._law()
         draft_temperature = self.config.decoding.draft_temperature
         self.draft_law = self.law if draft_temperature is None else replace(self.law, temperature=draft_temperature)
-        self.rule = rule_of(self.config.decoding)
+        # How each model is drawn from and what judges is chosen here and in `_make_drafter`, once, and kept in results.
+        self.draw = draw_with(self.target, self.law)
+        self.rule = rule_of(self.config.decoding, self.target)
 
     def _draft(self, name: str) -> CausalModel:
         """A drafter's model, laid out for decoding, over the target's vocabulary."""
@@ -91,6 +95,17 @@ class Pair:
         return self._tuner.chosen
 
     @property
+    def paths(self) -> dict[str, str]:
+        """What runs in the kernel, and what step by step through torch: the rule, and draws of the models loaded."""
+        drafters = {name: drafter.draw for name, drafter in self._drafters.items() if isinstance(drafter, DraftModel)}
+        draws = {f"draws of {name}": draw is by_session for name, draw in {"target": self.draw, **drafters}.items()}
+        in_kernel = {"rule": self.rule is kernel_token_rule, **draws}
+        return {name: KERNEL if is_fast else STEPS for name, is_fast in in_kernel.items()}
+
+    def _draw(self, num_logprobs: int | None) -> Draw:
+        return self.draw if num_logprobs is None else step_by_step
+
+    @property
     def threads(self) -> int:
         """CPU threads of the target's passes."""
         return self.tuning["target"].threads if "target" in self.tuning else torch.get_num_threads()
@@ -106,7 +121,7 @@ class Pair:
             draft = self._draft(name)
             if draft.context_length < self.target.context_length:
                 self.artefacts.narrate(f"{draft.name} sees at most the last {draft.context_length} tokens, its context")
-            return DraftModel(draft, draft.name, self.device)
+            return DraftModel(draft, draft.name, self.device, draw_with(draft, self.draft_law))
         if isinstance(config, MedusaConfig):
             heads = MedusaDecoder(self.artefacts.heads(name), dtype=self._dtype, device=self.device)
             return MedusaDrafter(heads, f"drafter {name}", self.target.vocab_size)
@@ -249,6 +264,7 @@ class Pair:
                 stop=stop or self.stop_rules(),
                 num_logprobs=num_logprobs,
                 device=self.device,
+                draw=self._draw(num_logprobs),
             )
         )
 
@@ -298,6 +314,7 @@ class Pair:
                 draft_law=self.draft_law,
                 num_logprobs=num_logprobs,
                 device=self.device,
+                draw=self._draw(num_logprobs),
                 observer=observer,
             )
         )
@@ -320,11 +337,13 @@ class Pair:
         return [[int(token_id) for token_id in ids[place * length : (place + 1) * length]] for place in places]
 
 
-def rule_of(decoding: DecodingConfig) -> Rule:
-    """The acceptance rule that a run asks for."""
+def rule_of(decoding: DecodingConfig, target: CausalModel) -> Rule:
+    """The acceptance rule that a run asks for, in the form that suits the target."""
     if decoding.rule == "typical":
         return partial(typical_rule, epsilon=decoding.typical_epsilon, delta=decoding.typical_delta)
-    return block_rule if decoding.rule == "block" else fast_token_rule
+    if decoding.rule == "block":
+        return block_rule
+    return kernel_token_rule if target.capabilities.draws else token_rule  # its rows are what the kernel reads
 
 
 def choose_device(config: RunConfig) -> torch.device:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specctl.errors import SpecctlError, UsageError
 from specctl.models.llama import Layer, Llama, rotary_table
-from specctl.models.session import Forward
+from specctl.models.session import Capabilities, Forward
 
 _FIRST_POSITIONS = 512
 _ON_CPU = {"freezing": True}  # weights become constants, packed for each product
@@ -26,6 +26,7 @@ class CompiledLlama:
     """A `CausalModel`. threads: CPU threads of its passes; None leaves them as they are."""
 
     engine = "torch.compile"
+    capabilities = Capabilities()
 
     def __init__(self, module: Llama, name: str, *, dtype: torch.dtype, device: torch.device) -> None:
         self.name, self.shape, self.dtype, self.device = name, module.shape, dtype, device

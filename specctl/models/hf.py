@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from specctl.errors import SpecctlError, UsageError
 from specctl.models.hf_folder import check_folder, first_line
-from specctl.models.session import Forward
+from specctl.models.session import Capabilities, Forward
 
 UNLIMITED = 1_000_000  # context of a model that has no table of positions (ALiBi)
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # layers whose cache keeps every position
@@ -111,6 +111,7 @@ class HFModel:
     """
 
     engine = "transformers"
+    capabilities = Capabilities()
 
     def __init__(self, module: HFModule, name: str, *, device: torch.device | None = None) -> None:
         self.module, self.name = module if device is None else module.to(device), name

@@ -18,7 +18,7 @@ from specctl.models.kv_cache import cache_for
 from specctl.models.llama import Layer, Llama, LlamaShape, rotary_table
 from specctl.models.llama_pass import LayerMatrices, Pass
 from specctl.models.matrix import Matrix
-from specctl.models.session import Forward
+from specctl.models.session import Capabilities, Forward
 
 _LONGEST_KEPT_PASS = 64  # tokens; longer passes read prompts, each of its own length
 
@@ -27,6 +27,7 @@ class LlamaDecoder:
     """A `CausalModel`. threads: CPU threads of its passes; None leaves them as they are."""
 
     engine = "torch"
+    capabilities = Capabilities()
 
     def __init__(
         self, module: Llama, name: str, *, dtype: torch.dtype, device: torch.device, use_up: bool = False

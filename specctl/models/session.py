@@ -39,6 +39,18 @@ class Drawn:
     logits: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a model says that it can do beside opening sessions.
+
+    draws: its sessions draw tokens by themselves under a temperature alone, in float32 on a CPU (`DrawingSession`).
+    same_bits: a token's logits are the same bits whatever else is in its pass.
+    """
+
+    draws: bool = False
+    same_bits: bool = False
+
+
 class Session(Protocol):
     """A model and its cache for B sequences."""
 
@@ -51,6 +63,13 @@ class Session(Protocol):
 
     def keep(self, lengths: tuple[int, ...]) -> None:
         """Roll back: keep the first `lengths` tokens of each row."""
+
+
+class DrawingSession(Session, Protocol):
+    """A session of a model that `draws`."""
+
+    def draw(self, feed: Tensor, count: int, temperature: float, uniforms: Tensor) -> Drawn:
+        """Draw tokens after `feed` [1, T], each from one of `uniforms` ([count] float64), as `SeededChance` would."""
 
 
 class CausalModel(Protocol):
@@ -67,6 +86,10 @@ class CausalModel(Protocol):
     @property
     def context_length(self) -> int:
         """The most tokens that a session can cache."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
 
     def session(self, batch_size: int = 1) -> Session:
         """An empty session."""

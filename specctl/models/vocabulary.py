@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specctl.errors import SpecctlError, UsageError
 from specctl.models.kernel.decoder import KernelDecoder
-from specctl.models.session import CausalModel, Forward, Session
+from specctl.models.session import Capabilities, CausalModel, Forward, Session
 from specctl.tokenizer import Tokenizer
 
 # The logit of a token that the draft lacks: beside any that it has its probability is exactly 0. It is finite, so
@@ -41,6 +41,7 @@ class Trimmed:
             raise UsageError(f"{model.name} has {model.vocab_size} vocabulary rows for {vocab_size} tokens")
         self._model = model
         self.name, self.vocab_size, self.context_length = model.name, vocab_size, model.context_length
+        self.capabilities = Capabilities(same_bits=model.capabilities.same_bits)
 
     def session(self, batch_size: int = 1) -> Session:
         return _TrimmedSession(self._model.session(batch_size), self.vocab_size)
@@ -97,6 +98,8 @@ class Intersected:
     A session reads a text as the draft's tokens for each of the target's: one where it is shared, else as many
     as spell it, or none. Where they are more than its context holds it drops what is older than half of that.
     """
+
+    capabilities = Capabilities()
 
     def __init__(self, draft: CausalModel, mapping: Mapping) -> None:
         self._draft, self.mapping = draft, mapping

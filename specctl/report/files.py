@@ -13,9 +13,15 @@ SCHEMA_VERSION = 1
 
 
 def result_document(
-    config: RunConfig, result: Any, *, device: str, threads: int, tuning: Mapping[str, Any] | None = None
+    config: RunConfig,
+    result: Any,
+    *,
+    device: str,
+    threads: int,
+    tuning: Mapping[str, Any] | None = None,
+    paths: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """A result with what it takes to repeat it: config, seed, hardware, what was tuned to it, versions."""
+    """A result with what it takes to repeat it: config, seed, hardware and what was tuned to it, paths, versions."""
     fields = asdict(result) if is_dataclass(result) and not isinstance(result, type) else dict(result)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -24,6 +30,7 @@ def result_document(
         "seed": config.seed,
         "hardware": describe_hardware(device, threads),
         "tuning": {name: asdict(chosen) for name, chosen in (tuning or {}).items()},
+        "paths": dict(paths or {}),
         "versions": describe_versions(),
     }
 

@@ -22,6 +22,7 @@ def verdict_table(verdict: Verdict) -> Sheet[Finding]:
         ),
         rows=verdict.findings,
         style=lambda finding: None if finding.holds else "red",
+        caption=f"Ran as generate does: {verdict.path}. Enumeration always runs step by step.",
     )
 
 
@@ -39,7 +40,8 @@ def planted_table(verdict: Verdict) -> Sheet[PlantedRow] | None:
         columns=(
             Column("bug", lambda row: row.name + (" *" if row.keeps_law else ""), key=True, wraps=True),
             Column("verdict", _verdict, wraps=True),
-            of_run("TV", lambda row: f"{row.total_variation:.0e}"),
+            of_run("ran", lambda row: row.path, text=True, wraps=True),
+            of_run("TV", lambda row: "-" if row.total_variation is None else f"{row.total_variation:.0e}"),
             of_run("rescore", lambda row: "holds" if row.rescore and row.rescore.holds else "wrong", text=True),
             of_run("p", _p_value),
             of_run("leak", _leak),

@@ -47,7 +47,7 @@ def sampled_run(
     tested: Subject, plan: RunPlan, false_alarm_rate: float, on_tokens: Callable[[int], None] = lambda count: None
 ) -> tuple[RescoreFigures, SamplingFigures]:
     """Decode the plan's requests, and rescore and judge the same tokens."""
-    figures, evidence = RescoreFigures(tolerance=tested.tolerance), Evidence()
+    figures, evidence = RescoreFigures(tolerance=tested.tolerance), Evidence(num_positions=plan.k + 1)
     generator = torch.Generator().manual_seed(plan.seed + 1)
     for number, prompt, num_tokens in plan.requests():
         request = record(tested.parts, prompt, k=plan.k, seed=plan.seed, request=number, num_tokens=num_tokens)
@@ -60,13 +60,15 @@ def sampled_run(
 class PlantedRow:
     """One bug. missing: what the pair lacks for it to exist, and then nothing else is known.
 
-    must, caught: parts that have to see it, and that did. as_expected: `caught` holds all of `must`, and a
+    path: what of it ran in the kernel. must, caught: parts that have to see it, and that did. as_expected: `caught`
+    holds all of `must`, and a
     bug that keeps the law was seen by none of the parts that look at the law alone.
     """
 
     name: str
     keeps_law: bool
     must: tuple[str, ...]
+    path: str = "-"
     missing: str | None = None
     total_variation: float | None = None
     rescore: RescoreFigures | None = None
@@ -85,7 +87,7 @@ def run_planted(
     bugs: Sequence[Bug],
     on_bug: Callable[[], None] = lambda: None,
 ) -> list[PlantedRow]:
-    """Every bug on its toy under enumeration, and on the subject under the other parts. gap: as in `greedy`."""
+    """Every bug on the subject, and on its toy, if it has one, under enumeration. gap: as in `greedy`."""
     rows = []
     for bug in bugs:
         rows.append(_row(bug, tested, plan, false_alarm_rate, gap))
@@ -94,16 +96,18 @@ def run_planted(
 
 
 def _row(bug: Bug, tested: Subject, plan: RunPlan, false_alarm_rate: float, gap: float) -> PlantedRow:
-    missing = bug.needs(tested)
+    missing = bug.needs(tested) or (f"K of {bug.least_k} or more" if plan.k < bug.least_k else None)
     if missing:
         return PlantedRow(name=bug.name, keeps_law=bug.keeps_law, must=bug.caught_by, missing=missing)
-    small = bug.planted_in(toy(bug.toy, rule=tested.clean.rule))
-    total_variation, _ = distance_to_law(small, k=_TOY_K, num_tokens=_TOY_TOKENS)
+    total_variation = None
+    if bug.toy is not None:
+        small = bug.planted_in(toy(bug.toy, rule=tested.clean.step_by_step().rule))
+        total_variation, _ = distance_to_law(small, k=_TOY_K, num_tokens=_TOY_TOKENS)
     sick = bug.planted_in(tested)
     figures, sampling = sampled_run(sick, plan, false_alarm_rate)
     texts = greedy({"": (sick, (plan.k,))}, plan.prompts[:2], gap=gap, num_tokens=_GREEDY_TOKENS)
     seen = {
-        ENUMERATION: total_variation > TOLERANCE,
+        ENUMERATION: total_variation is not None and total_variation > TOLERANCE,
         RESCORE: not figures.holds,
         SAMPLING: sampling.p_value < false_alarm_rate,
         GREEDY: not texts.holds,
@@ -114,6 +118,7 @@ def _row(bug: Bug, tested: Subject, plan: RunPlan, false_alarm_rate: float, gap:
         name=bug.name,
         keeps_law=bug.keeps_law,
         must=bug.caught_by,
+        path=sick.clean.path,
         total_variation=total_variation,
         rescore=figures,
         sampling=sampling,

@@ -8,35 +8,52 @@ taken in two orders of the vocabulary: by id, and from the likeliest token down.
     lambda = sum (P(S) - 1[x in S]) / sum TV(p, q),   S = {p > q},
 
 is 0 under the target's law and 1 where the draft's is followed; bonus positions, where no q was, are left
-out. Sees any bug that moves probability in one of these directions, with the power that it states; cannot
-see one that only moves it between tokens of neighbouring rank and id. Knows nothing of caches.
+out. Which contexts a run visits depends on what it drew, so P(S) is random, as is the number of tokens at a
+position of the round; the tests of both are martingale bounds (`statistics.py`), which hold for that.
+
+Sees any bug that moves probability in one of these directions, with the power that it states; cannot see one
+that only moves it between tokens of neighbouring rank and id. Knows nothing of caches.
 
 Shapes: N new tokens, V vocab.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specctl.experiments.verify.recording import Request
-from specctl.experiments.verify.statistics import Floats, holm, normal_quantile, two_sided, uniformity
+from specctl.experiments.verify.statistics import (
+    Floats,
+    event_bets,
+    holm,
+    most_won,
+    normal_quantile,
+    p_value_of,
+    product_bets,
+    stakes,
+    uniformity,
+)
 
-_FEWEST = 50  # values that a test is made of
+_FEWEST = 50  # tokens that tests are made of
+_THRESHOLDS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # at which uniformity by position is looked at
 _POWER = 0.8
 _CONFIDENCE = 0.95
+_WIDEST, _STEPS = 64.0, 30  # of an interval, and of a search in it
 
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """What all requests of a run gave, one entry a request: arrays [N], those of S over drafted positions alone.
+    """What all requests of a run gave, one entry a request: arrays [N]; those of S are 0 where nothing was drafted.
 
-    by_id, by_rank: u' in the two orders. positions: in the round, from 0. in_surplus: 1[x in S].
-    surplus: P(S). distance: TV(p, q).
+    num_positions: K + 1, of a round. by_id, by_rank: u' in the two orders. positions: in the round, from 0.
+    in_surplus: 1[x in S]. surplus: P(S). distance: TV(p, q).
     """
 
+    num_positions: int = 1
     by_id: list[Floats] = field(default_factory=list)
     by_rank: list[Floats] = field(default_factory=list)
     positions: list[Floats] = field(default_factory=list)
@@ -62,11 +79,11 @@ def add_request(evidence: Evidence, request: Request, laws: Tensor, generator: t
         count = min(len(r.emitted), len(r.q))
         rows += range(r.start - first, r.start - first + count)
         q.append(r.q[:count].double())
-    drafted, x = p[rows], x[rows]
-    difference = drafted - torch.cat(q)
+    difference = torch.zeros_like(p)
+    difference[rows] = p[rows] - torch.cat(q)
     in_surplus = difference > 0
     evidence.in_surplus.append(_array(in_surplus.gather(1, x)[:, 0].double()))
-    evidence.surplus.append(_array((drafted * in_surplus).sum(1)))
+    evidence.surplus.append(_array((p * in_surplus).sum(1).clamp(max=1)))
     evidence.distance.append(_array(difference.clamp(min=0).sum(1)))
 
 
@@ -86,11 +103,15 @@ class Test:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """lambda, its 95 % interval, and the smallest that this run would have alarmed at with a power of 0.8."""
+    """lambda, and the values of it that the same bound does not refuse with a confidence of 95 %.
+
+    smallest_seen: the smallest that this run would have alarmed at with a power of 0.8, all tests adjusted for; None
+    where even a draft that is always followed would be missed.
+    """
 
     value: float
     interval: tuple[float, float]
-    smallest_seen: float
+    smallest_seen: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,44 +127,108 @@ class SamplingFigures:
 
 
 def judge(evidence: Evidence, false_alarm_rate: float) -> SamplingFigures:
-    """All tests, adjusted together; the rate sets what `smallest_seen` means."""
+    """All tests, adjusted together. The rate sets what `smallest_seen` means and how bets are laid, no p-value's truth.
+
+    Which tests there are is decided by the run's plan alone: one that was left out for what it saw would have to be
+    adjusted for too.
+    """
     by_id, by_rank = np.concatenate(evidence.by_id), np.concatenate(evidence.by_rank)
+    if len(by_id) < _FEWEST:
+        return SamplingFigures(num_tokens=len(by_id), tests=[], leak=None)
     positions = np.concatenate(evidence.positions)
-    raw: list[tuple[str, int, float]] = []
-    if len(by_id) >= _FEWEST:
-        raw.append(("uniform, by id", len(by_id), uniformity(by_id)))
-        raw.append(("uniform, by rank", len(by_rank), uniformity(by_rank)))
-    for position in range(int(positions.max()) + 1):
-        values = by_rank[positions == position]
-        if len(values) >= _FEWEST:
-            raw.append((f"uniform at position {position}", len(values), uniformity(values)))
-    num_pairs, z = _serial(evidence.by_rank)
-    if num_pairs >= _FEWEST:
-        raw.append(("serial correlation", num_pairs, two_sided(z)))
-    surplus, distance = np.concatenate(evidence.surplus), float(np.concatenate(evidence.distance).sum())
-    deficit = surplus - np.concatenate(evidence.in_surplus)
-    deviation = float(np.sqrt((surplus * (1 - surplus)).sum()))  # of the sum, under the target's law
-    has_leak = len(deficit) >= _FEWEST and distance > 1e-3 * len(deficit) and deviation > 0
-    if has_leak:
-        raw.append(("leak", len(deficit), two_sided(float(deficit.sum()) / deviation)))
+    rate = false_alarm_rate / (5 + evidence.num_positions)  # of one test
+    raw = [
+        ("uniform, by id", len(by_id), uniformity(by_id)),
+        ("uniform, by rank", len(by_rank), uniformity(by_rank)),
+    ]
+    for position in range(evidence.num_positions):
+        here = positions == position
+        raw.append((f"uniform at position {position}", int(here.sum()), _uniform_where(here, by_rank, rate)))
+    raw.append(("serial correlation, by id", *_serial(evidence.by_id, rate)))
+    raw.append(("serial correlation, by rank", *_serial(evidence.by_rank, rate)))
+    surplus, in_surplus = np.concatenate(evidence.surplus), np.concatenate(evidence.in_surplus)
+    distance = np.concatenate(evidence.distance)
+    leak = _LeakTest(surplus=surplus, in_surplus=in_surplus, distance=distance)
+    raw.append(("leak", int((distance > 0).sum()), leak.p_value(rate)))
+    assert len(raw) == 5 + evidence.num_positions
     adjusted = holm([p_value for _, _, p_value in raw])
     tests = [
         Test(name=name, num_values=count, p_value=p_value, adjusted=together)
         for (name, count, p_value), together in zip(raw, adjusted, strict=True)
     ]
-    leak = None
-    if has_leak:
-        leak = _leak(float(deficit.sum()) / distance, deviation / distance, false_alarm_rate / len(raw))
-    return SamplingFigures(num_tokens=len(by_id), tests=tests, leak=leak)
+    return SamplingFigures(num_tokens=len(by_id), tests=tests, leak=leak.figures(rate))
 
 
-def _serial(requests: Sequence[Floats]) -> tuple[int, float]:
-    """(pairs, z) of the correlation of neighbours within a request: the products have mean 0 and variance 1/144."""
-    products = np.concatenate([(each[:-1] - 0.5) * (each[1:] - 0.5) for each in requests])
-    return len(products), float(12 * products.sum() / max(1.0, np.sqrt(len(products))))
+def _uniform_where(here: NDArray[np.bool_], values: Floats, rate: float) -> float:
+    """P-value of uniformity of the values at some places, whose number is random: bets on those below thresholds."""
+    chosen, bets = values[here], []
+    for threshold in _THRESHOLDS:
+        stake = stakes(here * np.float64(threshold * (1 - threshold)), rate / (2 * len(_THRESHOLDS)))[here]
+        probability, below = np.full(len(chosen), threshold), (chosen < threshold).astype(np.float64)
+        bets += [event_bets(probability, below, sign * stake) for sign in (1, -1)]
+    return p_value_of(bets)
 
 
-def _leak(value: float, deviation: float, rate: float) -> Leak:
-    half = normal_quantile((1 + _CONFIDENCE) / 2) * deviation
-    smallest = (normal_quantile(1 - rate / 2) + normal_quantile(_POWER)) * deviation
-    return Leak(value=value, interval=(value - half, value + half), smallest_seen=smallest)
+def _serial(requests: Sequence[Floats], rate: float) -> tuple[int, float]:
+    """(pairs, p-value) of the correlation of neighbours in a request: the products have mean 0 and variance 1/144."""
+    first, second = (np.concatenate([each[of] - 0.5 for each in requests]) for of in (slice(-1), slice(1, None)))
+    if not len(first):
+        return 0, 1.0
+    stake = float(np.sqrt(288 * np.log(2 / rate) / len(first)))
+    bets = [product_bets(first, second, sign * stake) for sign in (1, -1)]
+    return len(first), p_value_of(bets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _LeakTest:
+    """Arrays [N] as those of `Evidence`. Under a leak lambda, x is in S with probability P(S) - lambda TV(p, q)."""
+
+    surplus: Floats
+    in_surplus: Floats
+    distance: Floats
+
+    def _stakes(self, rate: float) -> Floats:
+        return stakes(self.surplus * (1 - self.surplus), rate / 2)
+
+    def _bets(self, value: float, stake: Floats) -> Floats:
+        """Against a leak of this value."""
+        return event_bets(np.clip(self.surplus - value * self.distance, 0, 1), self.in_surplus, stake)
+
+    def p_value(self, rate: float) -> float:
+        stake = self._stakes(rate)
+        return p_value_of([self._bets(0, stake), self._bets(0, -stake)])
+
+    def figures(self, rate: float) -> Leak | None:
+        distance = float(self.distance.sum())
+        if distance <= 1e-3 * max(1, int((self.distance > 0).sum())):
+            return None
+        value = float((self.surplus - self.in_surplus).sum()) / distance
+        return Leak(value=value, interval=self._interval(), smallest_seen=self._smallest_seen(rate))
+
+    def _interval(self) -> tuple[float, float]:
+        """Bets that fewer are in S refute the smaller leaks, the others the larger ones."""
+        stake = self._stakes(1 - _CONFIDENCE)
+        limit = float(np.log(2 / (1 - _CONFIDENCE)))
+        low = _last(lambda leak: most_won(self._bets(leak, -stake)) >= limit, -_WIDEST, _WIDEST)
+        high = _last(lambda leak: most_won(self._bets(leak, stake)) < limit, -_WIDEST, _WIDEST)
+        return low, high
+
+    def _smallest_seen(self, rate: float) -> float | None:
+        """From the mean and the variance of what the bet wins under a leak, as if that were normal."""
+        stake = self._stakes(rate)
+        needed = float(np.log(2 / rate) + np.log1p(self.surplus * np.expm1(-stake)).sum())
+
+        def is_missed(leak: float) -> bool:
+            chance = np.clip(self.surplus - leak * self.distance, 0, 1)
+            mean, variance = -(stake * chance).sum(), (stake**2 * chance * (1 - chance)).sum()
+            return float(mean - normal_quantile(_POWER) * np.sqrt(variance)) < needed
+
+        return None if is_missed(1.0) else _last(is_missed, 0.0, 1.0)
+
+
+def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Where a condition that holds from `low` on ends, by bisection."""
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return high

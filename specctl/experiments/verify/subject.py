@@ -8,15 +8,18 @@ Shapes: B sequences, T tokens, V vocab.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from specctl.acceptance import token_rule
 from specctl.chance import Chance
+from specctl.continuation import Draw, by_session, draw_with, step_by_step
 from specctl.decoding import Observer, Rule, plain, speculative
 from specctl.drafters.base import Drafter
 from specctl.drafters.draft_model import DraftModel
+from specctl.drafters.fast_rule import kernel_token_rule
 from specctl.drafters.ngram import NgramDrafter
 from specctl.events import Event
 from specctl.models.backend import Module
@@ -32,7 +35,7 @@ Fresh = Callable[[Tensor], Forward]  # ids [B, T] -> logits [B, T, V], without a
 class Parts:
     """Everything that `speculative()` is given beside prompt, K, chance and stops.
 
-    draft_law: what the draft draws from.
+    draft_law: what the draft draws from. draw: how the target is drawn from where nothing was drafted.
     """
 
     target: CausalModel
@@ -41,6 +44,36 @@ class Parts:
     draft_law: SamplingLaw
     rule: Rule
     device: torch.device
+    draw: Draw = step_by_step
+
+    @property
+    def drafts_in_kernel(self) -> bool:
+        return isinstance(self.drafter, DraftModel) and self.drafter.draw is by_session
+
+    @property
+    def judges_in_kernel(self) -> bool:
+        return self.rule is kernel_token_rule
+
+    @property
+    def path(self) -> str:
+        """Which of the drawing and the judging runs in the kernel."""
+        draws = self.draw is by_session or self.drafts_in_kernel
+        fast = [name for name, is_fast in (("draws", draws), ("rule", self.judges_in_kernel)) if is_fast]
+        return f"{' and '.join(fast)} in the kernel" if fast else "step by step"
+
+    def step_by_step(self) -> "Parts":
+        """The same through torch alone, draw by draw, where every question to a chance can be heard."""
+        return self._drawing(step_by_step, step_by_step, token_rule if self.judges_in_kernel else self.rule)
+
+    def under(self, law: SamplingLaw) -> "Parts":
+        """The same under another law of target and draft, drawn from as that allows."""
+        draft = self.drafter.model if isinstance(self.drafter, DraftModel) else self.target
+        drawing = self._drawing(draw_with(self.target, law), draw_with(draft, law), self.rule)
+        return replace(drawing, law=law, draft_law=law)
+
+    def _drawing(self, draw: Draw, draft_draw: Draw, rule: Rule) -> "Parts":
+        drafter = self.drafter.drawing_with(draft_draw) if isinstance(self.drafter, DraftModel) else self.drafter
+        return replace(self, drafter=drafter, draw=draw, rule=rule)
 
     def events(
         self, prompt: Sequence[int], *, k: int, chance: Chance, num_tokens: int, observer: Observer | None = None
@@ -48,7 +81,9 @@ class Parts:
         """One request that ends at its budget or at the context alone; plain decoding, unobserved, for K = 0."""
         stop = StopRules(max_new_tokens=num_tokens)
         if k == 0:
-            return plain(self.target, prompt, law=self.law, chance=chance, stop=stop, device=self.device)
+            return plain(
+                self.target, prompt, law=self.law, chance=chance, stop=stop, device=self.device, draw=self.draw
+            )
         return speculative(
             self.target,
             self.drafter,
@@ -61,6 +96,7 @@ class Parts:
             rule=self.rule,
             device=self.device,
             observer=observer,
+            draw=self.draw,
         )
 
 

@@ -23,7 +23,7 @@ from specctl.experiments.verify.subject import Parts, Subject, subject, through_
 from specctl.models.llama import Llama, LlamaShape
 from specctl.models.llama_decoder import LlamaDecoder
 from specctl.models.medusa import MedusaDecoder, MedusaHeads, MedusaShape
-from specctl.models.session import Forward, Session
+from specctl.models.session import Capabilities, Forward, Session
 from specctl.sampling import SamplingLaw
 
 ToyTarget = Literal["CONST", "MARKOV", "HISTORY"]
@@ -49,6 +49,8 @@ def _random_rows(seed: int, vocab_size: int) -> list[list[float]]:
 
 class TableModel:
     """A model whose logits [V] depend on the last token alone; a `CausalModel`."""
+
+    capabilities = Capabilities()
 
     def __init__(self, rows: Sequence[Sequence[float]], name: str) -> None:
         self.name, self.vocab_size, self.context_length = name, len(rows), 1_000_000
@@ -154,5 +156,5 @@ def toy(
 
 def with_law(tested: Subject, law: SamplingLaw) -> Subject:
     """The same pair under another law of target and draft."""
-    clean = replace(tested.clean, law=law, draft_law=law)
+    clean = tested.clean.under(law)
     return replace(tested, clean=clean, parts=clean)

@@ -25,7 +25,6 @@ from specctl.experiments.verify.subject import Parts, Subject, subject, through_
 from specctl.experiments.workload import workload
 from specctl.models.backend import NATIVE
 from specctl.models.hf import HFModel
-from specctl.models.kernel.decoder import KernelDecoder
 
 NUM_TOKENS = 20_000
 FALSE_ALARM_RATE = 1e-3  # of the whole verdict: the other parts do not draw lots
@@ -52,13 +51,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """holds: every part does. planted: None unless asked for; all_caught: each bug as its row says."""
+    """holds: every part does. path: what ran in the kernel, as in any run of the pair. planted: None unless asked
+    for; all_caught: each bug as its row says.
+    """
 
     drafter: str
     rule: str
     lossy: bool
     k: int
     temperature: float
+    path: str
     holds: bool
     all_caught: bool
     findings: list[Finding]
@@ -103,7 +105,7 @@ def verify(
         done += count
         progress(done, total)
 
-    findings = [_enumeration(enumerate_cases(tested.clean.rule, CASES))]
+    findings = [_enumeration(enumerate_cases(tested.clean.step_by_step().rule, CASES))]
     rescored, sampling = sampled_run(tested, plan, FALSE_ALARM_RATE, advance)
     findings += [_rescore(rescored), _sampling(sampling)]
     gap = allowed_gap(pair)
@@ -126,6 +128,7 @@ def verify(
         lossy=pair.is_lossy(plan.k),
         k=plan.k,
         temperature=tested.clean.law.temperature,
+        path=tested.clean.path,
         holds=all(finding.holds for finding in findings),
         all_caught=all(row.as_expected for row in rows or ()),
         findings=findings,
@@ -142,8 +145,8 @@ def _dtype(pair: Pair) -> torch.dtype:
 
 
 def allowed_gap(pair: Pair) -> float:
-    """What counts as a tie of greedy tokens, nats; the kernel has none, since its logits do not depend on the pass."""
-    return 0.0 if isinstance(pair.target, KernelDecoder) else tie_gap(_dtype(pair))
+    """What counts as a tie of greedy tokens, nats; there is none where logits do not depend on the pass."""
+    return 0.0 if pair.target.capabilities.same_bits else tie_gap(_dtype(pair))
 
 
 def subject_of(pair: Pair, name: str) -> Subject:
@@ -159,7 +162,15 @@ def subject_of(pair: Pair, name: str) -> Subject:
         fresh_target = through_module(pair.artefacts.target(), dtype, pair.device, pair.target.vocab_size)
     if isinstance(drafter, DraftModel) and isinstance(drafter.model, repeatable):
         fresh_draft = through_module(pair.artefacts.draft(name), dtype, pair.device, drafter.model.vocab_size)
-    parts = Parts(target=pair.target, drafter=drafter, law=law, draft_law=draft_law, rule=pair.rule, device=pair.device)
+    parts = Parts(
+        target=pair.target,
+        drafter=drafter,
+        law=law,
+        draft_law=draft_law,
+        rule=pair.rule,
+        device=pair.device,
+        draw=pair.draw,
+    )
     return subject(parts, fresh_target=fresh_target, fresh_draft=fresh_draft, dtype=dtype)
 
 
@@ -243,7 +254,11 @@ def _sampling(figures: SamplingFigures) -> Finding:
         text += f" ({least.name})"
     if leak := figures.leak:
         low, high = leak.interval
-        text += f"; leak {leak.value:+.3f} ({low:+.3f} to {high:+.3f}), seen from {leak.smallest_seen:.3f} on"
+        text += f"; leak {leak.value:+.3f} ({low:+.3f} to {high:+.3f}), "
+        if leak.smallest_seen is None:
+            text += "too few tokens to see even a leak of 1; raise --tokens"
+        else:
+            text += f"seen from {leak.smallest_seen:.3f} on"
     values = {**asdict(figures), "p_value": figures.p_value}
     return Finding(part=SAMPLING, holds=figures.p_value >= FALSE_ALARM_RATE, text=text, figures=values)
 

@@ -1,6 +1,7 @@
 """Wrapped parts that do something wrong: what the planted bugs are made of.
 
-Each wraps a model's session, a drafter, a rule, a law or a chance, and leaves the decoding loop alone.
+Each wraps a model's session, a drafter, a way to draw, a rule, a law or a chance, and leaves the decoding loop alone.
+What wraps a way to draw or a rule calls the real one, and bends what it is given or gives back: so the kernel's too.
 Knows nothing of what sees it.
 
 Shapes: K drafted, V vocab.
@@ -8,19 +9,21 @@ Shapes: K drafted, V vocab.
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from specctl.acceptance import Proposal, Verdict
-from specctl.chance import Chance
+from specctl.chance import Chance, SeededChance
+from specctl.continuation import Draw
 from specctl.decoding import Rule
 from specctl.drafters.base import DenseProposal, Drafter
 from specctl.events import Round
 from specctl.models.kernel.decoder import KernelDecoder
 from specctl.models.llama_decoder import LlamaDecoder
-from specctl.models.session import CausalModel, Forward, Session
+from specctl.models.session import CausalModel, DrawingSession, Drawn, Forward, Session
 from specctl.sampling import History, SamplingLaw
 
 Bend = Callable[[Tensor], Tensor]  # weights [V] -> weights [V]
@@ -117,6 +120,92 @@ def without_bonus(rule: Rule) -> Rule:
     return wrong
 
 
+class _BentUniforms(SeededChance):
+    """A chance whose uniforms are those of another, bent."""
+
+    def __init__(self, chance: Chance, bend: Bend) -> None:
+        assert isinstance(chance, SeededChance)
+        self._chance, self._bend = chance, bend
+
+    def uniforms(self, count: int) -> Tensor:
+        return self._bend(self._chance.uniforms(count))
+
+
+def _first_alone(uniforms: Tensor) -> Tensor:
+    return uniforms[:1].repeat(len(uniforms))
+
+
+def from_one_uniform(draw: Draw) -> Draw:
+    """The draw, with all tokens of a call from the first one's uniform."""
+
+    def wrong(
+        session: Session,
+        feed: Tensor,
+        count: int,
+        *,
+        law: SamplingLaw,
+        history: History,
+        chance: Chance,
+        keep_logits: bool = False,
+    ) -> Drawn:
+        one = _BentUniforms(chance, _first_alone)
+        return draw(session, feed, count, law=law, history=history, chance=one, keep_logits=keep_logits)
+
+    return wrong
+
+
+def at_another_temperature(draw: Draw) -> Draw:
+    """The draw at a third of the temperature, with the rows of the temperature that was asked for."""
+
+    def wrong(
+        session: Session,
+        feed: Tensor,
+        count: int,
+        *,
+        law: SamplingLaw,
+        history: History,
+        chance: Chance,
+        keep_logits: bool = False,
+    ) -> Drawn:
+        cold = replace(law, temperature=law.temperature / 3)
+        drawn = draw(session, feed, count, law=cold, history=history, chance=chance, keep_logits=keep_logits)
+        if drawn.probs is None:
+            return drawn
+        declared = drawn.probs[:-1] ** (1 / 3)
+        declared /= declared.sum(1, keepdim=True)
+        mass = declared.gather(1, drawn.ids[:, None])[:, 0]
+        return replace(drawn, probs=torch.cat((declared, drawn.probs[-1:])), mass=mass)
+
+    return wrong
+
+
+def closing_replaced(rule: Rule) -> Rule:
+    """The rule, with its token after a rejection replaced by one that is drawn from p."""
+
+    def wrong(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
+        verdict = rule(p, proposal, chance)
+        position = int(verdict.num_accepted)
+        return verdict if position == len(proposal.ids) else verdict._replace(closing=chance.draw(p[position]))
+
+    return wrong
+
+
+def with_one_uniform(rule: Rule) -> Rule:
+    """The rule, with its closing draw and all its tests from the uniform of the first test."""
+    return lambda p, proposal, chance: rule(p, proposal, _BentUniforms(chance, _first_alone))
+
+
+def with_row_before(rule: Rule) -> Rule:
+    """The rule, with each draft judged by the q of the one before it, and the first by none."""
+
+    def wrong(p: Tensor, proposal: Proposal, chance: Chance) -> Verdict:
+        if isinstance(proposal, DenseProposal):
+            proposal = DenseProposal(proposal.ids, proposal.q.roll(1, 0))
+        return rule(p, proposal, chance)
+
+    return wrong
+
+
 class BlindLaw(SamplingLaw):
     """A law whose penalties do not see drafted tokens where it is asked about several rows, as for the target."""
 
@@ -139,6 +228,7 @@ class WrappedModel:
     def __init__(self, model: CausalModel, wrap: Callable[[Session], Session]) -> None:
         self._model, self._wrap = model, wrap
         self.name, self.vocab_size, self.context_length = model.name, model.vocab_size, model.context_length
+        self.capabilities = model.capabilities
 
     def session(self, batch_size: int = 1) -> Session:
         return self._wrap(self._model.session(batch_size))
@@ -159,6 +249,12 @@ class StaleSession:
         self._ids += ids[0].tolist()
         self._device = ids.device
         return self._session.extend(ids, num_logits)
+
+    def draw(self, feed: Tensor, count: int, temperature: float, uniforms: Tensor) -> Drawn:
+        drawn = cast(DrawingSession, self._session).draw(feed, count, temperature, uniforms)
+        self._ids += [*feed[0].tolist(), *drawn.ids[:-1].tolist()]
+        self._device = feed.device
+        return drawn
 
     def keep(self, lengths: tuple[int, ...]) -> None:
         (kept,) = lengths
@@ -183,9 +279,15 @@ class HoledSession:
         return self._session.lengths
 
     def extend(self, ids: Tensor, num_logits: int | None = None) -> Forward:
+        return self._session.extend(self._holed(ids), num_logits)
+
+    def draw(self, feed: Tensor, count: int, temperature: float, uniforms: Tensor) -> Drawn:
+        return cast(DrawingSession, self._session).draw(self._holed(feed), count, temperature, uniforms)
+
+    def _holed(self, ids: Tensor) -> Tensor:
         if ids.shape[1] == 2 and self.lengths[0] > 0:  # what a draft reads after a fully accepted round
-            ids = torch.cat(((ids[:, :1] + 1) % self._vocab_size, ids[:, 1:]), 1)
-        return self._session.extend(ids, num_logits)
+            return torch.cat(((ids[:, :1] + 1) % self._vocab_size, ids[:, 1:]), 1)
+        return ids
 
 
 class ShiftingModel:
@@ -194,6 +296,7 @@ class ShiftingModel:
     def __init__(self, decoder: KernelDecoder | LlamaDecoder) -> None:
         self._decoder = decoder
         self.name, self.vocab_size, self.context_length = decoder.name, decoder.vocab_size, decoder.context_length
+        self.capabilities = decoder.capabilities
 
     def session(self, batch_size: int = 1) -> Session:
         own = copy.copy(self._decoder)
@@ -208,6 +311,9 @@ class _ShiftingSession:
     @property
     def lengths(self) -> tuple[int, ...]:
         return self._session.lengths
+
+    def draw(self, feed: Tensor, count: int, temperature: float, uniforms: Tensor) -> Drawn:
+        return cast(DrawingSession, self._session).draw(feed, count, temperature, uniforms)
 
     def keep(self, lengths: tuple[int, ...]) -> None:
         if lengths < self.lengths and not self._shifted:

@@ -21,7 +21,7 @@ from specctl.hardware import num_cores
 from specctl.models.kernel import layout, library
 from specctl.models.kv_cache import cache_for
 from specctl.models.llama import Layer, Llama, LlamaShape, rotary_table
-from specctl.models.session import Drawn, Forward
+from specctl.models.session import Capabilities, Drawn, Forward
 
 _KEYS = 32  # positions of a block of keys
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -60,6 +60,7 @@ class KernelDecoder:
     """A `CausalModel`. threads: of its passes; None takes all cores. dtype: bfloat16 rounds the weights to it."""
 
     engine = "kernel"
+    capabilities = Capabilities(draws=True, same_bits=True)
 
     def __init__(self, module: Llama, name: str, *, dtype: torch.dtype, use_up: bool = False) -> None:
         """use_up: let go of each of the module's weights once it is laid out, so that they are held once.
