@@ -21,7 +21,7 @@ import torch
 from specctl.acceptance import block_rule, token_rule
 from specctl.chance import SeededChance
 from specctl.drafters.base import DenseProposal, PointProposal
-from specctl.drafters.fast_rule import fast_token_rule as default_rule
+from specctl.drafters.fast_rule import kernel_token_rule as default_rule
 from specctl.hardware import describe_hardware, describe_versions
 from specctl.models.kernel.library import KernelUnavailable, load
 from specctl.run_folder import to_text

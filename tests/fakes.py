@@ -19,7 +19,7 @@ from specctl.drafters.draft_model import DraftModel
 from specctl.events import Event, Round
 from specctl.models.llama import Llama, LlamaShape
 from specctl.models.llama_decoder import LlamaDecoder
-from specctl.models.session import CausalModel, Forward, Session
+from specctl.models.session import Capabilities, CausalModel, Forward, Session
 from specctl.sampling import History, SamplingLaw
 
 CPU = torch.device("cpu")
@@ -34,6 +34,8 @@ class Oracle(CausalModel, Protocol):
 
 class FakeModel:
     """A model given by a function from the prefix to logits [V]."""
+
+    capabilities = Capabilities()
 
     def __init__(
         self,
@@ -100,6 +102,8 @@ def cycle(length: int, name: str = "target", context_length: int = 1_000_000) ->
 
 class Tiny:
     """A random Llama: the cached decoder for the loop, the module itself for the oracle."""
+
+    capabilities = Capabilities()
 
     def __init__(self, module: Llama, name: str = "target", dtype: torch.dtype = torch.float64) -> None:
         self.module = module.to(dtype).eval()

@@ -21,7 +21,7 @@ from specctl.config import DraftModelConfig
 from specctl.config_file import load_config
 from specctl.decoding import plain, speculative
 from specctl.drafters.draft_model import DraftModel
-from specctl.drafters.fast_rule import fast_token_rule
+from specctl.drafters.fast_rule import kernel_token_rule
 from specctl.errors import SpecctlError
 from specctl.models.kernel.decoder import KernelDecoder
 from specctl.sampling import SamplingLaw
@@ -300,7 +300,7 @@ def test_the_rules_benchmark_times_a_default_runs_rule(
 
     def default_rule(p: Any, proposal: Any, chance: Any) -> Any:
         asked.append(type(proposal).__name__)
-        return fast_token_rule(p, proposal, chance)
+        return kernel_token_rule(p, proposal, chance)
 
     monkeypatch.setattr(rules, "default_rule", default_rule)
     monkeypatch.setattr(rules, "_VOCAB_SIZES", (50,))

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from specctl.acceptance import token_rule
 from specctl.chance import SeededChance, inverse_cdf
+from specctl.continuation import by_session
 from specctl.decoding import plain, speculative
 from specctl.drafters.base import DenseProposal, Drafter, PointProposal
 from specctl.drafters.draft_model import DraftModel
@@ -430,6 +431,7 @@ def test_a_round_without_a_draft_is_a_plain_step(temperature: float) -> None:
             law=law,
             chance=SeededChance(0),
             stop=stop,
+            draw=by_session,
             rule=lambda *given: pytest.fail("there was nothing to judge"),
             observer=lambda p, proposal, verdict: shown.append((p, len(proposal.ids), int(verdict.closing))),
         )

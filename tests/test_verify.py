@@ -498,6 +498,10 @@ def test_json_and_every_drafter(tiny: Tiny) -> None:
     assert "temperature 1" in document["note"].lower()
     stored = json.loads((tiny.run_dir / "results" / "verify.json").read_text(encoding="utf-8"))
     assert stored == document
+    in_kernel = tiny.pair().target.capabilities.draws
+    assert document["paths"]["draws of target"] == ("kernel" if in_kernel else "step by step")
+    assert document["paths"]["rule"] == "step by step"  # the block rule has no other form
+    assert document["path"] == ("draws in the kernel" if in_kernel else "step by step")
 
 
 @pytest.mark.usefixtures("light")

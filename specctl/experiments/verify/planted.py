@@ -240,7 +240,7 @@ BUGS = (
     Bug(
         name="kernel: closing token drawn from p",
         plant=_judged(wrappers.closing_replaced),
-        caught_by=(RESCORE, SAMPLING),
+        caught_by=(RESCORE,),
         toy=None,
         needs=_judges_in_kernel,
     ),

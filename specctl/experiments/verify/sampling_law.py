@@ -170,7 +170,7 @@ def _uniform_where(here: NDArray[np.bool_], values: Floats, rate: float) -> floa
 
 
 def _serial(requests: Sequence[Floats], rate: float) -> tuple[int, float]:
-    """(pairs, p-value) of the correlation of neighbours in a request: the products have mean 0 and variance 1/144."""
+    """(pairs, p-value) of the correlation of neighbours in a request: products of mean 0 and variance 1/144."""
     first, second = (np.concatenate([each[of] - 0.5 for each in requests]) for of in (slice(-1), slice(1, None)))
     if not len(first):
         return 0, 1.0

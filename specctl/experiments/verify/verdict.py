@@ -28,7 +28,7 @@ from specctl.models.hf import HFModel
 
 NUM_TOKENS = 20_000
 FALSE_ALARM_RATE = 1e-3  # of the whole verdict: the other parts do not draw lots
-_PLANTED_SHARE = 10  # each bug runs on this part of the tokens
+_PLANTED_SHARE = 5  # each bug runs on this part of the tokens
 _REQUEST_TOKENS = 128
 _GREEDY_PROMPTS = 2
 _GREEDY_TOKENS = 32
