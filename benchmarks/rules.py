@@ -30,7 +30,7 @@ _VOCAB_SIZES = (2_000, 150_000)
 _CALLS = 3  # a trial takes the fastest of these, with its own data in the caches as in a round
 
 
-def contenders(vocab_size: int, k: int, width: int) -> dict[str, Callable[[], Any]]:
+def contenders(vocab_size: int, k: int, width: int, kernel: bool) -> dict[str, Callable[[], Any]]:
     """Each way to spend time, as a call without arguments."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(k + 1, vocab_size, generator=generator)
@@ -48,7 +48,7 @@ def contenders(vocab_size: int, k: int, width: int) -> dict[str, Callable[[], An
 
         return run
 
-    rules = {"token": default_rule, "token, torch": token_rule, "block": block_rule}
+    rules = {"token": default_rule if kernel else token_rule, "token, torch": token_rule, "block": block_rule}
     proposals = {"": dense, ", point masses": point}
     judged = {name + drawn: judge(rule, given) for drawn, given in proposals.items() for name, rule in rules.items()}
     return {"lm_head": lambda: torch.nn.functional.linear(hidden, weight), **judged}
@@ -64,9 +64,9 @@ def has_kernel() -> bool:
     return True
 
 
-def measure(vocab_size: int, k: int, width: int, trials: int) -> dict[str, float]:
+def measure(vocab_size: int, k: int, width: int, trials: int, kernel: bool) -> dict[str, float]:
     """Median milliseconds of each."""
-    runs = contenders(vocab_size, k, width)
+    runs = contenders(vocab_size, k, width, kernel)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for trial in range(trials + trials // 4):
         for name, run in runs.items():
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows, kernel = [], has_kernel()
     with torch.inference_mode():
         for vocab_size in _VOCAB_SIZES:
-            found = measure(vocab_size, options.k, options.width, options.trials)
+            found = measure(vocab_size, options.k, options.width, options.trials, kernel)
             shares = {name: found[name] / found["lm_head"] for name in found}
             rows.append({"vocab_size": vocab_size, "milliseconds": found, "share_of_lm_head": shares})
             for name, value in found.items():

@@ -16,12 +16,12 @@ from benchmarks import decoding, peers, predictions, results, rules, threads
 from benchmarks.cacheless import Cacheless
 from benchmarks.contenders import Contender, Failed, Measured, Run, interleave
 from benchmarks.peers import Kind, Setting, child, gguf_file
+from specctl.acceptance import token_rule
 from specctl.chance import SeededChance
 from specctl.config import DraftModelConfig
 from specctl.config_file import load_config
 from specctl.decoding import plain, speculative
 from specctl.drafters.draft_model import DraftModel
-from specctl.drafters.fast_rule import kernel_token_rule
 from specctl.errors import SpecctlError
 from specctl.models.kernel.decoder import KernelDecoder
 from specctl.sampling import SamplingLaw
@@ -300,9 +300,10 @@ def test_the_rules_benchmark_times_a_default_runs_rule(
 
     def default_rule(p: Any, proposal: Any, chance: Any) -> Any:
         asked.append(type(proposal).__name__)
-        return kernel_token_rule(p, proposal, chance)
+        return token_rule(p, proposal, chance)
 
     monkeypatch.setattr(rules, "default_rule", default_rule)
+    monkeypatch.setattr(rules, "has_kernel", lambda: True)
     monkeypatch.setattr(rules, "_VOCAB_SIZES", (50,))
     rules.main(["--k", "2", "--width", "8", "--trials", "1", "--threads", str(torch.get_num_threads())])
     names = set(json.loads(capsys.readouterr().out)["rows"][0]["milliseconds"])

@@ -73,9 +73,14 @@ def test_json_alone_on_stdout_and_the_same_in_the_run_folder(tiny: Tiny, command
     assert answer.err.strip(), "nothing was narrated"
 
 
+def test_results_name_the_paths_that_drew_and_judged(tiny: Tiny) -> None:
+    for command in ("generate", "sweep-k", "break-it"):
+        assert tiny.specctl(command, "--json").json["paths"]
+
+
 def test_generate_fields(tiny: Tiny) -> None:
     document = tiny.specctl("generate", "--json").json
-    assert document.keys() - COMMON == GENERATE
+    assert document.keys() - COMMON - {"paths"} == GENERATE
     assert document["stats"].keys() >= STATS
     assert (document["drafter"], document["k"], document["temperature"]) == ("distilled", 3, 1.0)
     assert document["finish_reason"] in ("eos", "length")
@@ -85,7 +90,7 @@ def test_generate_fields(tiny: Tiny) -> None:
 
 def test_sweep_fields(tiny: Tiny) -> None:
     document = tiny.specctl("sweep-k", "--json").json
-    assert document.keys() - COMMON == SWEEP
+    assert document.keys() - COMMON - {"paths"} == SWEEP
     assert all(row.keys() == SWEEP_ROW for row in document["rows"])
     plain = document["rows"][0]
     assert (plain["k"], plain["speedup"], plain["acceptance_rate"]) == (0, 1.0, None)
@@ -97,7 +102,7 @@ def test_sweep_fields(tiny: Tiny) -> None:
 def test_break_it_fields(tiny: Tiny) -> None:
     document = tiny.specctl("break-it", "--json", "--k", "2").json
     others = {"k", "temperature", "rows", "note", "lossy", "disturbance", "ignores_eos", "conclusions"}
-    assert document.keys() - COMMON == others
+    assert document.keys() - COMMON - {"paths"} == others
     assert document["k"] == 2
     assert [row["name"] for row in document["rows"]] == ["baseline", "aligned", "distilled", "mismatched", "medusa"]
     assert all(row.keys() == BREAK_ROW for row in document["rows"])
