@@ -128,3 +128,19 @@ def test_weights_are_given_back_only_when_no_thread_looks_at_them() -> None:
     del other
     gc.collect()
     assert settled == [1]
+
+
+def test_threads_are_tuned_as_a_round_runs_them(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's own threads awake beside the kernel's, two of these would seem slower than one."""
+    (tiny_copy.run_dir / "tuning.json").unlink(missing_ok=True)
+    before, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
+    monkeypatch.setattr(
+        "specctl.experiments.tuning._fastest", lambda model, threads: seen.append(torch.get_num_threads()) or 1
+    )
+    try:
+        pair = tiny_copy.pair("runtime.threads=auto")
+        expected = 1 if isinstance(pair.target, KernelDecoder) else 3
+        assert seen == [expected] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -5,6 +5,7 @@ to take them anew, or set runtime.threads.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,8 @@ from specctl.errors import SpecctlError
 from specctl.hardware import describe_hardware, describe_versions, num_cores
 from specctl.models.backend import Model
 from specctl.models.compiled import CompiledLlama
+from specctl.models.kernel.decoder import KernelDecoder
+from specctl.models.threads import torch_threads
 from specctl.run_folder import fingerprint, read_json, write_json
 
 _TIMED_TOKENS = (1, 5)  # a plain step, and a pass that verifies four drafts
@@ -47,7 +50,8 @@ class Tuner:
         known, key = self._read(), self._key(model)
         threads = _read_threads(known.get(key))
         if threads is None:
-            threads = _fastest(model, self._candidates(model))
+            with torch_threads(1) if isinstance(model, KernelDecoder) else nullcontext():  # as in a round
+                threads = _fastest(model, self._candidates(model))
             write_json(self._path, {**known, key: {"model": model.name, "engine": model.engine, "threads": threads}})
         model.threads = threads
         self.chosen[model.name] = Tuning(threads=threads, engine=model.engine)
