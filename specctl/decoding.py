@@ -28,6 +28,7 @@ Observer = Callable[[Tensor, Proposal, Verdict], None]  # p [K + 1, V], what was
 
 _CPU = torch.device("cpu")
 _NONE = torch.tensor(0)
+_NO_LOGITS = torch.empty(1, 0, 0)
 
 
 @torch.inference_mode()
@@ -102,6 +103,7 @@ def speculative(
     drafter.begin(token_ids, forward)
     prompt_seconds = perf_counter() - started
     index = 0
+    last = torch.tensor(token_ids[-1:], device=device)  # the last committed token, [1]
     while stopping.reason is None:
         started = perf_counter()
         chance.begin_round(index)
@@ -110,14 +112,14 @@ def speculative(
         history = History(token_ids=token_ids, prompt_length=len(prompt))
         proposal = drafter.propose(history, limit, draft_law or law, chance)
         drafted_at = perf_counter()
-        last = torch.tensor(token_ids[-1:], device=device)
         if len(proposal.ids) == 0:  # nothing to verify: a step of plain decoding
             drawn = draw(
                 session, last[None], 1, law=law, history=history, chance=chance, keep_logits=num_logprobs is not None
             )
             round_ = _plain_round(target, drawn, stopping, index, num_logprobs, started, drafted_at)
             token_ids += round_.emitted
-            drafter.observe(round_, Forward(drawn.hidden.new_empty(1, 0, target.vocab_size), drawn.hidden))
+            last = drawn.ids
+            drafter.observe(round_, Forward(_NO_LOGITS, drawn.hidden))
             if observer:
                 observer(_drawn_from(drawn, target.vocab_size), proposal, Verdict(_NONE, drawn.ids, drawn.mass[0]))
             yield round_
@@ -141,6 +143,7 @@ def speculative(
         cut = len(emitted) <= len(accepted)  # a stop among the accepted drafts
         yet_to_come = len(drafted) - len(accepted)
         token_ids += emitted
+        last = torch.tensor(token_ids[-1:], device=device)
         logprobs = None if num_logprobs is None else _logprobs(forward.logits[0], emitted, num_logprobs)
         round_ = Round(
             index=index,

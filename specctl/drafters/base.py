@@ -60,6 +60,11 @@ class DenseProposal:
         return (weighted - self.q[:-1]).clamp_(min=0).sum(1)
 
 
+def no_proposal(vocab_size: int, device: torch.device) -> Proposal:
+    """Nothing drafted. Made once: after a pass every tensor that a round makes costs as much as a small step does."""
+    return PointProposal(torch.empty(0, dtype=torch.int64, device=device), vocab_size)
+
+
 class PointProposal:
     """Tokens proposed with certainty: q is 1 at the token itself. ids: [K] int64.
 
@@ -67,8 +72,13 @@ class PointProposal:
     """
 
     def __init__(self, ids: Tensor, vocab_size: int, mass: Tensor | None = None) -> None:
-        self.ids, self._vocab_size = ids, vocab_size
-        self.mass = torch.ones(len(ids), device=ids.device) if mass is None else mass
+        self.ids, self._vocab_size, self._mass = ids, vocab_size, mass
+
+    @property
+    def mass(self) -> Tensor:
+        if self._mass is None:
+            self._mass = torch.ones(len(self.ids), device=self.ids.device)
+        return self._mass
 
     def at(self, ids: Tensor) -> Tensor:
         return self.mass.where(ids == self.ids, 0)

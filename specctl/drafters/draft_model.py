@@ -11,7 +11,7 @@ from torch import Tensor
 from specctl.acceptance import Proposal
 from specctl.chance import Chance
 from specctl.continuation import Draw, step_by_step
-from specctl.drafters.base import PointProposal, proposal_of
+from specctl.drafters.base import no_proposal, proposal_of
 from specctl.events import Round
 from specctl.models.session import CausalModel, Forward
 from specctl.sampling import History, SamplingLaw
@@ -34,6 +34,7 @@ class DraftModel:
         self.model = model
         self.draw = draw
         self._device = device or torch.device("cpu")
+        self._nothing = no_proposal(model.vocab_size, self._device)
         self._session = model.session()
         self._num_committed = 0
         self._window_start = 0  # the committed token that stands first in the session
@@ -67,7 +68,7 @@ class DraftModel:
         token_ids = history.token_ids
         self._num_committed = len(token_ids)
         if limit <= 0:
-            return PointProposal(torch.empty(0, dtype=torch.int64, device=self._device), self.model.vocab_size)
+            return self._nothing
         limit = self._slide(len(token_ids), limit)
         feed = self._ids(token_ids[self._window_start + self._session.lengths[0] :])
         drawn = self.draw(self._session, feed, limit, law=law, history=history, chance=chance)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specctl.acceptance import Proposal
 from specctl.chance import Chance
-from specctl.drafters.base import DenseProposal, PointProposal
+from specctl.drafters.base import DenseProposal, PointProposal, no_proposal
 from specctl.errors import UsageError
 from specctl.events import Round
 from specctl.models.medusa import MedusaDecoder
@@ -31,6 +31,7 @@ class MedusaDrafter:
         """vocab_size: leaves out the heads' rows beyond it, of a target with rows of padding."""
         self.name = name
         self._heads, self._vocab_size = heads, vocab_size or heads.shape.vocab_size
+        self._nothing = no_proposal(self._vocab_size, heads.device)
         self._hidden: Tensor | None = None  # [D]
 
     def begin(self, prompt: Sequence[int], forward: Forward | None) -> None:
@@ -42,7 +43,7 @@ class MedusaDrafter:
         if limit > shape.num_heads:
             raise UsageError(f"{self.name} has {shape.num_heads} heads and cannot draft {limit} tokens; lower K")
         if self._hidden is None or limit <= 0:
-            return PointProposal(torch.empty(0, dtype=torch.int64, device=self._heads.device), self._vocab_size)
+            return self._nothing
         logits = self._heads.logits(self._hidden, limit)[:, : self._vocab_size]  # [K, V]
         drafted: list[Tensor] = []
         rows: list[Tensor] = []

@@ -10,7 +10,7 @@ import torch
 
 from specctl.acceptance import Proposal
 from specctl.chance import Chance
-from specctl.drafters.base import PointProposal
+from specctl.drafters.base import PointProposal, no_proposal
 from specctl.events import Round
 from specctl.models.session import Forward
 from specctl.sampling import History, SamplingLaw
@@ -28,6 +28,7 @@ class NgramDrafter:
         self._lengths = range(maximum, minimum - 1, -1)
         self._vocab_size = vocab_size
         self._device = device or torch.device("cpu")
+        self._nothing = no_proposal(vocab_size, self._device)
         self._seen: dict[tuple[int, ...], int] = {}  # n-gram -> where the token after its latest occurrence stands
         self._num_indexed = 0
 
@@ -45,6 +46,8 @@ class NgramDrafter:
             if start is not None:
                 found = token_ids[start : start + max(0, limit)]
                 break
+        if not found:
+            return self._nothing
         return PointProposal(torch.tensor(found, dtype=torch.int64, device=self._device), self._vocab_size)
 
     def _index(self, token_ids: Sequence[int]) -> None:

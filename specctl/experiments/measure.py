@@ -76,7 +76,7 @@ class Bench:
         self._pair, self._prompts, self._progress, self._load = pair, prompts, progress, load
         self._shuffled = random.Random(pair.config.seed)
         self._runs: dict[Variant, list[list[Stats]]] = {}  # [repeat][prompt]
-        self._first: dict[Variant, list[int]] = {}  # the repeat that each of them was
+        self._numbers: dict[Variant, list[int]] = {}  # which repeat each of them was
         self._done = self._planned = 0
         self._num_blocks = self._num_again = self._num_disturbed = 0
         self.num_repeats = 0
@@ -86,13 +86,13 @@ class Bench:
         for variant in variants:
             if variant not in self._runs:
                 self._warm_up(variant)
-                self._runs[variant], self._first[variant] = [], []
+                self._runs[variant], self._numbers[variant] = [], []
         self._planned += repeats * len(self._prompts) * len(variants)
         for _ in range(repeats):
             found = self._repeat(list(variants), between)
             for variant in variants:
                 self._runs[variant].append([found[index][variant] for index in range(len(self._prompts))])
-                self._first[variant].append(self.num_repeats)
+                self._numbers[variant].append(self.num_repeats)
             self.num_repeats += 1
 
     def _warm_up(self, variant: Variant) -> None:
@@ -148,7 +148,7 @@ class Bench:
         return len(self._chosen(variant, since, until))
 
     def _chosen(self, variant: Variant, since: int, until: int | None) -> list[list[Stats]]:
-        numbered = zip(self._first[variant], self._runs[variant], strict=True)
+        numbered = zip(self._numbers[variant], self._runs[variant], strict=True)
         return [runs for number, runs in numbered if number >= since and (until is None or number < until)]
 
     @property
