@@ -30,7 +30,7 @@ from specctl.models.compiled import CompiledLlama
 from specctl.models.kernel.decoder import KernelDecoder
 from specctl.models.medusa import MedusaDecoder
 from specctl.models.session import CausalModel
-from specctl.models.threads import torch_threads
+from specctl.models.threads import torch_threads, within
 from specctl.models.vocabulary import Intersected, trimmed
 from specctl.sampling import SamplingLaw
 from specctl.stopping import StopRules, VisibleText
@@ -255,7 +255,8 @@ class Pair:
         self, prompt: Sequence[int], *, request: int = 0, stop: StopRules | None = None, num_logprobs: int | None = None
     ) -> Iterator[Event]:
         """One request of plain decoding."""
-        return self._scoped(
+        return within(
+            self.around_passes,
             plain(
                 self.target,
                 prompt,
@@ -265,28 +266,16 @@ class Pair:
                 num_logprobs=num_logprobs,
                 device=self.device,
                 draw=self._draw(num_logprobs),
-            )
+            ),
         )
 
     def around_passes(self) -> AbstractContextManager[None]:
-        """Torch's threads for what a round does beside its passes.
+        """Torch's threads for what a round does beside its passes: beside the kernel's, one.
 
-        Beside the kernel's, one: those of torch stay awake for a while after an operator, on the cores that the
-        kernel's are about to use. runtime.threads decides otherwise. Other engines set them for each pass.
+        Those of torch stay awake for a while after an operator, on the cores that the kernel's are about to use,
+        and cost a round more than they save. Other engines set them for each pass.
         """
-        threads = self.config.runtime.threads
-        if not isinstance(self.target, KernelDecoder):
-            return nullcontext()
-        return torch_threads(1 if threads == "auto" else threads)
-
-    def _scoped(self, events: Iterator[Event]) -> Iterator[Event]:
-        """The same events; between rounds torch has the threads that it had before."""
-        while True:
-            with self.around_passes():
-                event = next(events, None)
-            if event is None:
-                return
-            yield event
+        return torch_threads(1) if isinstance(self.target, KernelDecoder) else nullcontext()
 
     def speculative(
         self,
@@ -301,7 +290,8 @@ class Pair:
         observer: Observer | None = None,
     ) -> Iterator[Event]:
         """One request of speculative decoding, for K = 0 too. rule: the pair's own if None."""
-        return self._scoped(
+        return within(
+            self.around_passes,
             speculative(
                 self.target,
                 self.drafter(drafter),
@@ -316,7 +306,7 @@ class Pair:
                 device=self.device,
                 draw=self._draw(num_logprobs),
                 observer=observer,
-            )
+            ),
         )
 
     def prompts(self, count: int) -> list[list[int]]:

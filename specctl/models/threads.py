@@ -1,9 +1,12 @@
 """How many threads torch's operators use, for a while: the setting is the whole process's, so it is given back."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import torch
+
+Item = TypeVar("Item")
 
 
 @contextmanager
@@ -15,3 +18,14 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def within(context: Callable[[], AbstractContextManager[None]], items: Iterator[Item]) -> Iterator[Item]:
+    """The same items, each made inside a new `context()`; what is done between them is outside."""
+    nothing = object()
+    while True:
+        with context():
+            item = next(items, nothing)
+        if item is nothing:
+            return
+        yield item  # type: ignore[misc]

@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens, V vocab.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,7 @@ from specctl.events import Event
 from specctl.models.backend import Module
 from specctl.models.llama import Llama
 from specctl.models.session import CausalModel, Forward
+from specctl.models.threads import within
 from specctl.sampling import SamplingLaw
 from specctl.stopping import StopRules
 
@@ -36,6 +38,7 @@ class Parts:
     """Everything that `speculative()` is given beside prompt, K, chance and stops.
 
     draft_law: what the draft draws from. draw: how the target is drawn from where nothing was drafted.
+    around: what stands around each round, as in decoding that is no test.
     """
 
     target: CausalModel
@@ -45,6 +48,7 @@ class Parts:
     rule: Rule
     device: torch.device
     draw: Draw = step_by_step
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def drafts_in_kernel(self) -> bool:
@@ -81,22 +85,26 @@ class Parts:
         """One request that ends at its budget or at the context alone; plain decoding, unobserved, for K = 0."""
         stop = StopRules(max_new_tokens=num_tokens)
         if k == 0:
-            return plain(
-                self.target, prompt, law=self.law, chance=chance, stop=stop, device=self.device, draw=self.draw
+            return within(
+                self.around,
+                plain(self.target, prompt, law=self.law, chance=chance, stop=stop, device=self.device, draw=self.draw),
             )
-        return speculative(
-            self.target,
-            self.drafter,
-            prompt,
-            num_speculative_tokens=k,
-            law=self.law,
-            draft_law=self.draft_law,
-            chance=chance,
-            stop=stop,
-            rule=self.rule,
-            device=self.device,
-            observer=observer,
-            draw=self.draw,
+        return within(
+            self.around,
+            speculative(
+                self.target,
+                self.drafter,
+                prompt,
+                num_speculative_tokens=k,
+                law=self.law,
+                draft_law=self.draft_law,
+                chance=chance,
+                stop=stop,
+                rule=self.rule,
+                device=self.device,
+                observer=observer,
+                draw=self.draw,
+            ),
         )
 
 

@@ -170,6 +170,7 @@ def subject_of(pair: Pair, name: str) -> Subject:
         rule=pair.rule,
         device=pair.device,
         draw=pair.draw,
+        around=pair.around_passes,
     )
     return subject(parts, fresh_target=fresh_target, fresh_draft=fresh_draft, dtype=dtype)
 
