@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,14 +87,22 @@ class ChatTemplate:
         return render
 
 
-def prompt_encoder(tokenizer: Tokenizer, template: ChatTemplate | None) -> Callable[[str], list[int]]:
+def prompt_encoder(
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    *,
+    add_special_tokens: bool = True,
+    parse_special: bool = False,
+) -> Callable[[str], list[int]]:
     """How the text of a prompt becomes token ids: as it is, or as the user's message of a chat.
+
+    add_special_tokens, parse_special: of a text as it is, as in `Tokenizer.encode_prompt`.
 
     Special tokens become themselves in a chat, those in the user's own text too, as in transformers. No other
     beginning-of-text token is added: the template writes it, or the model was trained without.
     """
     if template is None:
-        return tokenizer.encode
+        return partial(tokenizer.encode_prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
     render = template.renderer()
     return lambda text: tokenizer.encode_markup(render(text))
 

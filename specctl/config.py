@@ -258,6 +258,12 @@ class DecodingConfig(Section):
     min_new_tokens: int = Field(0, ge=0, description="no end token and no stop string before this many tokens")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="strings that end the text")
     stop_token_ids: tuple[TokenId, ...] = Field((), description="end tokens beside the model's own")
+    add_special_tokens: bool = Field(
+        True, description="prompts begin with what the tokenizer puts before a text, as in transformers"
+    )
+    parse_special: bool = Field(
+        False, description="special tokens written in a prompt stand for themselves, not for their letters"
+    )
     prompt: str = Field("def ", description="what generate continues")
 
     @model_validator(mode="after")

@@ -50,7 +50,7 @@ def plain(
     need it step by step. Raises UsageError for a prompt that is empty or fills
     the context, NumericalError when the target's probabilities are not finite.
     """
-    stopping = Stopping(stop, len(prompt), target.context_length)
+    stopping = Stopping(stop, prompt, target.context_length)
     token_ids = list(prompt)
     started = perf_counter()
     session, _ = _read_prompt(target, token_ids, device)
@@ -96,7 +96,7 @@ def speculative(
     decided, before the round is yielded.
     Raises as `plain` does, naming the draft where it is the cause.
     """
-    stopping = Stopping(stop, len(prompt), target.context_length)
+    stopping = Stopping(stop, prompt, target.context_length)
     token_ids = list(prompt)
     started = perf_counter()
     session, forward = _read_prompt(target, token_ids, device)

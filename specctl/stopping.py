@@ -29,7 +29,7 @@ class StopRules:
     min_new_tokens: nothing else ends a request before it has this many.
     eos_token_ids (reason "eos") and stop_token_ids ("stop"): any of these; it is the last token emitted.
     stop_strings ("stop"): the token that completes one is the last emitted; `VisibleText` has the text.
-    text: opens the text of a request; needed where there are stop strings.
+    text: opens the text of a request, given its prompt; needed where there are stop strings.
     """
 
     max_new_tokens: int
@@ -37,7 +37,7 @@ class StopRules:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
-    text: Callable[[], TextSource] | None = None
+    text: Callable[[Sequence[int]], TextSource] | None = None
 
     @property
     def can_end(self) -> bool:
@@ -93,8 +93,9 @@ class VisibleText:
 class Stopping:
     """Counts one request down and cuts what goes beyond."""
 
-    def __init__(self, rules: StopRules, prompt_length: int, context_length: int) -> None:
+    def __init__(self, rules: StopRules, prompt: Sequence[int], context_length: int) -> None:
         """Raises UsageError for an empty prompt or one that fills the context."""
+        prompt_length = len(prompt)
         if prompt_length == 0:
             raise UsageError("the prompt has no tokens; give at least one character")
         if prompt_length >= context_length:
@@ -107,7 +108,7 @@ class Stopping:
         self._text: VisibleText | None = None
         if rules.stop_strings:
             assert rules.text is not None, "stop strings need the text of a request"
-            self._text = VisibleText(rules.text(), rules.stop_strings, rules.min_new_tokens)
+            self._text = VisibleText(rules.text(prompt), rules.stop_strings, rules.min_new_tokens)
         self._num_emitted = 0
         self.remaining = min(rules.max_new_tokens, room)
         self._at_budget: FinishReason = "length" if rules.max_new_tokens <= room else "context"

@@ -9,9 +9,10 @@ what a chat template writes, is the one exception.)
 import codecs
 import functools
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 _SPACE = "\u2581"  # what SentencePiece writes for a space
+_WINDOW = 8  # tokens before a new one that its text may depend on, in vocabularies without fixed bytes
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -75,6 +77,7 @@ class Tokenizer:
             raise UsageError(f"cannot read tokenizer {path}: {error.strerror or error}") from error
         except Exception as error:  # the library raises plain Exception for everything that it cannot parse
             raise UsageError(f"{path} is not a tokenizer ({error}): it may be truncated or foreign") from error
+        _complete(backend, folder)
         return cls(backend, _find_end_token(folder, backend))
 
     def save(self, folder: Path) -> None:
@@ -100,6 +103,37 @@ class Tokenizer:
             return self.encode(text)
         finally:
             self._backend.encode_special_tokens = True
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        """Return the token ids of a text that is to be continued, as `tokenizer(text)` gives them in transformers.
+
+        add_special_tokens: with what the tokenizer's post-processor puts before a text, such as the token that begins
+        one; what it would put behind is left out, since nothing follows the end of a text. parse_special: special
+        tokens that are written in the text stand for themselves, not for their letters.
+        """
+        self._backend.encode_special_tokens = not parse_special
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        finally:
+            self._backend.encode_special_tokens = True
+        ids: list[int] = encoding.ids
+        written = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+        return ids[: written[-1] + 1] if written else []
+
+    @functools.cached_property
+    def added_before(self) -> list[str]:
+        """The tokens that begin every prompt, by name; none for most byte-level vocabularies."""
+        encoding = self._backend.encode("a")
+        is_added = [bool(mark) for mark in encoding.special_tokens_mask]
+        return [self._tokens[token_id] for token_id in encoding.ids[: [*is_added, False].index(False)]]
+
+    def shown(self, token_id: int) -> str:
+        """A token for a message: its id and what it is."""
+        return f"{token_id} ({_shown(self._tokens.get(token_id))})"
+
+    def special_tokens_in(self, text: str) -> list[str]:
+        """The special tokens that are written in a text, each once."""
+        return [token for token in map(self._tokens.__getitem__, sorted(self._special_ids)) if token and token in text]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text; the texts are shared out over the CPU cores."""
@@ -176,7 +210,7 @@ class Tokenizer:
 
         Empty where the tokens of either do not stand for fixed bytes, as those of WordPiece.
         """
-        if not all(each.is_byte_level or each._is_sentencepiece for each in (self, other)):
+        if not (self.has_fixed_bytes and other.has_fixed_bytes):
             return {}
         theirs = other._ids_by_meaning
         return {token_id: theirs[meaning] for meaning, token_id in self._ids_by_meaning.items() if meaning in theirs}
@@ -185,6 +219,28 @@ class Tokenizer:
     def is_byte_level(self) -> bool:
         """Whether each token stands for fixed bytes (ours do; a SentencePiece vocabulary does not)."""
         return bool(self._written["decoder"].get("type") == "ByteLevel")
+
+    @property
+    def has_fixed_bytes(self) -> bool:
+        """Whether the text of tokens is that of each joined."""
+        return self.is_byte_level or self._is_sentencepiece
+
+    @functools.cached_property
+    def strips_first_space(self) -> bool:
+        """Whether a text loses the space that its first token begins with, as SentencePiece's do."""
+        if not self._is_sentencepiece:
+            return False
+        return any(self.decode([token_id]) != token.replace(_SPACE, " ") for token_id, token in self._begun_by_a_space)
+
+    @property
+    def _begun_by_a_space(self) -> Iterator[tuple[int, str]]:
+        """One ordinary token that begins with a space and goes on, if there is one."""
+        found = (
+            (token_id, token)
+            for token_id, token in self._tokens.items()
+            if token.startswith(_SPACE) and len(token) > 1 and token_id not in self._special_ids
+        )
+        return itertools.islice(found, 1)
 
     @functools.cached_property
     def _is_sentencepiece(self) -> bool:
@@ -224,37 +280,69 @@ class Tokenizer:
 
 
 class TextStream:
-    """Turns ids that arrive in pieces into text, never half a character.
+    """Turns ids that arrive in pieces into the text that they add to what stands before, never half a character.
 
-    The pieces joined equal `tokenizer.decode` of all the ids. At most three bytes are held back. (A vocabulary that
-    is not byte-level is decoded afresh at each push, and a tail of U+FFFD held back: it may be the start of a
-    character. Only where its output really ends mid-character may the marks for the broken tail differ.)
+    The pieces joined are what decoding all of it has more than decoding `before` alone: a word that a space stands
+    before keeps it, which a decoder takes from the first word of a text. (Only where the output really ends
+    mid-character may the marks for the broken tail differ.) Each id is looked at a few times, however long the text:
+    tokens that stand for fixed bytes are joined; others are decoded beside the last few before them.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        """before: the ids that the text follows, such as the prompt's."""
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._ids: list[int] = []  # only for vocabularies that are not byte-level
-        self._num_shown = 0  # characters, likewise
+        self._ids = list(before[-_WINDOW:])  # the window, for vocabularies without fixed bytes
+        self._num_told = len(self._ids)  # those of the window whose text has been handed out
+        self._is_first = tokenizer.strips_first_space and not any(map(tokenizer.token_bytes, before))
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids and return the text that they complete, which may be empty."""
-        if self._tokenizer.is_byte_level:
-            return self._bytes.decode(b"".join(self._tokenizer.token_bytes(token_id) for token_id in ids))
-        self._ids.extend(ids)
-        text = self._tokenizer.decode(self._ids)
-        return self._show(text.rstrip("\ufffd"))
+        if self._tokenizer.has_fixed_bytes:
+            return self._without_first_space(
+                self._bytes.decode(b"".join(self._tokenizer.token_bytes(token_id) for token_id in ids))
+            )
+        return "".join(self._push(token_id) for token_id in ids)
+
+    def _without_first_space(self, text: str) -> str:
+        if not self._is_first or not text:
+            return text
+        self._is_first = False
+        return text.removeprefix(" ")
+
+    def _push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        piece = self._piece()
+        if piece.endswith("\ufffd"):  # perhaps the start of a character
+            return ""
+        if piece:
+            self._ids = self._ids[-_WINDOW:]
+            self._num_told = len(self._ids)
+        return piece
+
+    def _piece(self) -> str:
+        """What the window's text has more than the text of what was told."""
+        told = self._tokenizer.decode(self._ids[: self._num_told])
+        return self._tokenizer.decode(self._ids)[len(told) :]
 
     def finish(self) -> str:
         """Return what is still held back: U+FFFD for a character that never came to its end."""
-        if self._tokenizer.is_byte_level:
+        if self._tokenizer.has_fixed_bytes:
             return self._bytes.decode(b"", final=True)
-        return self._show(self._tokenizer.decode(self._ids))
+        return self._piece()
 
-    def _show(self, text: str) -> str:
-        piece = text[self._num_shown :]
-        self._num_shown = max(self._num_shown, len(text))
-        return piece
+
+def _complete(backend: "tokenizers.Tokenizer", folder: Path) -> None:
+    """Let the token that begins a text do so where tokenizer_config.json alone says it, as transformers does."""
+    path = folder / "tokenizer_config.json"
+    config = read_json(path) if backend.post_processor is None and path.is_file() else {}
+    token = config.get("bos_token") if isinstance(config, dict) and config.get("add_bos_token") is True else None
+    token = token.get("content") if isinstance(token, dict) else token
+    if isinstance(token, str) and (token_id := backend.token_to_id(token)) is not None:
+        from tokenizers import processors
+
+        special = [(token, token_id)]
+        backend.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=special)
 
 
 def _find_end_token(folder: Path, backend: "tokenizers.Tokenizer") -> str | None:

@@ -25,7 +25,7 @@ GREEDY = SamplingLaw(temperature=0)
 class Letters:
     """Token i is the i-th of "abc..."; token 25, "z", is half a character: two of them are "é"."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Sequence[int] = ()) -> None:
         self._half = False
 
     def push(self, ids: Sequence[int]) -> str:
@@ -75,7 +75,7 @@ def test_a_stop_counts_only_beyond_the_shortest_output() -> None:
 
 
 def kept(pieces: Sequence[str], **rules: object) -> tuple[str, str | None]:
-    stopping = Stopping(StopRules(text=Letters, **rules), 1, 1000)  # type: ignore[arg-type]
+    stopping = Stopping(StopRules(text=Letters, **rules), [0], 1000)  # type: ignore[arg-type]
     letters = ""
     for piece in pieces:
         if stopping.reason is None:

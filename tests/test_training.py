@@ -377,8 +377,9 @@ def test_fewer_rows_than_the_tokenizer_has_tokens_are_refused(tiny: Tiny, tmp_pa
     narrow = Llama(replace(read_shape(folder), vocab_size=299))
     narrow.initialise(0)
     save_checkpoint(narrow, folder, 0)
+    pair = tiny.pair(f"drafters.aligned.path={folder}")
     with pytest.raises(UsageError, match=r"299 vocabulary rows"):
-        tiny.artefacts(f"drafters.aligned.path={folder}").draft("aligned")
+        pair.drafter("aligned")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "foreign"])

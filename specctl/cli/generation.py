@@ -119,7 +119,7 @@ def _generate_one(
         artefacts = artefacts_of(loaded, no_train)
         check_prompt(artefacts)
         pair = Pair(artefacts)
-        tokenizer, text = pair.artefacts.tokenizer, pair.visible_text()
+        tokenizer, text = pair.artefacts.tokenizer, pair.visible_text
         shown = loaded.decoding.prompt + _BREAK * loaded.chat
         stream = Stream(make_console(), tokenizer, text, shown, show_rounds, quiet=as_json)
 
@@ -203,7 +203,7 @@ def _stream(
         for index, prompt in enumerate(prompts):
             if not quiet:
                 print(f"== {prompt.id}" + (f" ({prompt.category})" if prompt.category else ""), flush=True)
-            tokenizer, text = pair.artefacts.tokenizer, pair.visible_text()
+            tokenizer, text = pair.artefacts.tokenizer, pair.visible_text
             shown = prompt.text + _BREAK * pair.config.chat
             stream = Stream(make_console(), tokenizer, text, shown, show_rounds, quiet=quiet)
             try:

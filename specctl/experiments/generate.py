@@ -1,6 +1,6 @@
 """Generate from one prompt, streaming rounds to a callback; the values behind `specctl generate`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -10,7 +10,7 @@ from specctl.events import FinishReason, Round, TokenLogprob
 from specctl.experiments.pair import Pair
 from specctl.experiments.trace import Trace
 from specctl.experiments.watch import Watch
-from specctl.experiments.workload import encoder_of
+from specctl.experiments.workload import encoder_of, tell_of_special_tokens
 from specctl.stats import Stats
 from specctl.stopping import Stopping, StopRules
 from specctl.training.ensure import Artefacts
@@ -40,7 +40,7 @@ def check_prompt(artefacts: Artefacts) -> None:
     config = artefacts.config
     prompt = _encoded(artefacts, config.decoding.prompt)
     if config.target.path is None:  # else the model is only loaded, and says what its context is
-        Stopping(StopRules(max_new_tokens=0), len(prompt), config.target.model.max_position_embeddings)
+        Stopping(StopRules(max_new_tokens=0), prompt, config.target.model.max_position_embeddings)
 
 
 def _encoded(artefacts: Artefacts, text: str) -> list[int]:
@@ -49,6 +49,7 @@ def _encoded(artefacts: Artefacts, text: str) -> list[int]:
     except UnicodeEncodeError:
         raise UsageError("the prompt is not valid UTF-8; check the terminal's encoding") from None
     prompt = encoder_of(artefacts)(text)
+    tell_of_special_tokens(artefacts, [text])
     if not text or not prompt:  # a chat template makes tokens of an empty message
         raise UsageError("the prompt is empty; give at least one character with --prompt")
     return prompt
@@ -56,14 +57,15 @@ def _encoded(artefacts: Artefacts, text: str) -> list[int]:
 
 def generate(
     pair: Pair,
-    on_start: Callable[[], None],
+    on_start: Callable[[Sequence[int]], None],
     on_round: Callable[[Round], None],
     trace: Trace | None = None,
     *,
     text: str | None = None,
     request: int = 0,
 ) -> Generation:
-    """Continue a text, or `decoding.prompt`; `on_start` is called once all is ready, `on_round` as each round happens.
+    """Continue a text, or `decoding.prompt`; `on_start` is called with its ids once all is ready, `on_round` as
+    each round happens.
 
     request: decides the draws, together with the seed; the index of the prompt where there are several.
     """
@@ -71,9 +73,9 @@ def generate(
     prompt = _encoded(pair.artefacts, decoding.prompt if text is None else text)
     k = 0 if decoding.drafter == "none" else decoding.num_speculative_tokens
     stats, token_ids = Stats(), list[int]()
-    Stopping(pair.stop_rules(), len(prompt), pair.target.context_length)  # refuses before anything is shown
+    Stopping(pair.stop_rules(), prompt, pair.target.context_length)  # refuses before anything is shown
     pair.prepare([decoding.drafter], k)
-    on_start()
+    on_start(prompt)
     drafter = decoding.drafter if k else "none"
     watch = Watch() if trace else None
     asked = decoding.logprobs
@@ -89,7 +91,7 @@ def generate(
                 logprobs += event.logprobs or ()
             on_round(event)
     assert stats.reason is not None  # the loop ends with Finished
-    visible = pair.visible_text()
+    visible = pair.visible_text(prompt)
     return Generation(
         text=visible.push(token_ids) + visible.finish(),
         token_ids=token_ids,

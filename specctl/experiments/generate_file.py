@@ -118,7 +118,7 @@ def generate_file(
     return summarise(pair, lines, path, num_found=len(done))
 
 
-def _nothing() -> None:
+def _nothing(prompt: Sequence[int]) -> None:
     pass
 
 

@@ -50,7 +50,7 @@ class Pair:
         self.device = choose_device(self.config)
         self._dtype: torch.dtype = getattr(torch, self.config.runtime.dtype)
         self._tuner = Tuner(artefacts.folder / "tuning.json", self.config.runtime.threads)
-        self.target = trimmed(self._open("target", "target"), artefacts.tokenizer.vocab_size)
+        self.target = _fitted(self._open("target", "target"), artefacts.tokenizer.vocab_size)
         self._drafters: dict[str, Drafter] = {}
         ends = set(end_tokens(artefacts.model_folder("target")))
         if artefacts.tokenizer.end_of_text is not None:
@@ -69,6 +69,11 @@ class Pair:
         mapping = self.artefacts.mapping(name)
         if mapping is None:
             return trimmed(draft, self.target.vocab_size)
+        if mapping.vocab_size > self.target.vocab_size:
+            raise UsageError(
+                f"{name}: vocabulary: intersection needs a row of the target for each of its {mapping.vocab_size:,} "
+                f"tokens, and it has {self.target.vocab_size:,}; choose a draft with the target's tokenizer"
+            )
         of = f"{mapping.num_shared:,} of the target's {mapping.vocab_size:,} tokens"
         self.artefacts.narrate(f"{draft.name} drafts {of}, those that its own vocabulary has too")
         return Intersected(draft, mapping)
@@ -215,13 +220,13 @@ class Pair:
             eos_token_ids=self._ends,
             stop_token_ids=frozenset(decoding.stop_token_ids),
             stop_strings=decoding.stop,
-            text=lambda: TextStream(self.artefacts.tokenizer),
+            text=lambda prompt: TextStream(self.artefacts.tokenizer, prompt),
         )
 
-    def visible_text(self) -> VisibleText:
+    def visible_text(self, prompt: Sequence[int]) -> VisibleText:
         """The text of one request of `decoding`, up to a stop string."""
         decoding = self.config.decoding
-        return VisibleText(TextStream(self.artefacts.tokenizer), decoding.stop, decoding.min_new_tokens)
+        return VisibleText(TextStream(self.artefacts.tokenizer, prompt), decoding.stop, decoding.min_new_tokens)
 
     def sweep_stop(self) -> StopRules:
         """When a request that is measured ends: as one of `decoding`, at the budget of `sweep`."""
@@ -251,10 +256,18 @@ class Pair:
             prompt, drafter=drafter, k=k, request=request, stop=stop, num_logprobs=num_logprobs, observer=observer
         )
 
+    def _refuse_rowless(self, prompt: Sequence[int]) -> None:
+        """Raise for a token that the tokenizer has and the target has no row for."""
+        largest, rows = max(prompt, default=0), self.target.vocab_size
+        if largest >= rows:
+            shown = self.artefacts.tokenizer.shown(largest)
+            raise UsageError(f"a prompt has the token {shown}, which the target has no row for ({rows:,} rows)")
+
     def plain(
         self, prompt: Sequence[int], *, request: int = 0, stop: StopRules | None = None, num_logprobs: int | None = None
     ) -> Iterator[Event]:
         """One request of plain decoding."""
+        self._refuse_rowless(prompt)
         return within(
             self.around_passes,
             plain(
@@ -290,6 +303,7 @@ class Pair:
         observer: Observer | None = None,
     ) -> Iterator[Event]:
         """One request of speculative decoding, for K = 0 too. rule: the pair's own if None."""
+        self._refuse_rowless(prompt)
         return within(
             self.around_passes,
             speculative(
@@ -325,6 +339,11 @@ class Pair:
         generator = torch.Generator().manual_seed(self.config.seed)
         places = torch.randperm(num_places, generator=generator)[:count].tolist()
         return [[int(token_id) for token_id in ids[place * length : (place + 1) * length]] for place in places]
+
+
+def _fitted(model: CausalModel, num_entries: int) -> CausalModel:
+    """The model over its tokenizer's entries, or over its rows where those are fewer."""
+    return trimmed(model, min(num_entries, model.vocab_size))
 
 
 def rule_of(decoding: DecodingConfig, target: CausalModel) -> Rule:

@@ -171,12 +171,32 @@ def chat_template(artefacts: Artefacts) -> ChatTemplate | None:
 
 def encoder_of(artefacts: Artefacts) -> Callable[[str], list[int]]:
     """How this run turns the text of a prompt into token ids."""
-    return prompt_encoder(artefacts.tokenizer, chat_template(artefacts))
+    decoding, template = artefacts.config.decoding, chat_template(artefacts)
+    return prompt_encoder(
+        artefacts.tokenizer,
+        template,
+        add_special_tokens=decoding.add_special_tokens,
+        parse_special=decoding.parse_special,
+    )
+
+
+def tell_of_special_tokens(artefacts: Artefacts, texts: Sequence[str]) -> None:
+    """Say once which special tokens are written in prompts and become mere letters there."""
+    config = artefacts.config
+    if config.chat or config.decoding.parse_special:
+        return
+    found = sorted({token for text in texts for token in artefacts.tokenizer.special_tokens_in(text)})
+    if found:
+        shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        artefacts.narrate_once(
+            f"{shown} in a prompt is read as letters; --set decoding.parse_special=true reads it as the special token"
+        )
 
 
 def encode(prompts: Sequence[Prompt], artefacts: Artefacts, context_length: int) -> list[EncodedPrompt]:
     """Token ids of each prompt. Raises UsageError, naming the prompt, for one that leaves no room for a token."""
     to_ids = encoder_of(artefacts)
+    tell_of_special_tokens(artefacts, [prompt.text for prompt in prompts])
     encoded = [
         EncodedPrompt(id=prompt.id, category=prompt.category, token_ids=to_ids(prompt.text)) for prompt in prompts
     ]

@@ -1,5 +1,7 @@
 """Generated text as it is accepted, and the coloured view of what each round did."""
 
+from collections.abc import Callable, Sequence
+
 from rich.console import Console
 from rich.text import Text
 
@@ -7,7 +9,7 @@ from specctl.events import Round
 from specctl.experiments.generate import Generation
 from specctl.report.lossy import labelled
 from specctl.stopping import VisibleText
-from specctl.tokenizer import Tokenizer
+from specctl.tokenizer import TextStream, Tokenizer
 
 _STYLES = {"accepted": "green", "recovered": "red", "bonus": "blue"}
 _BRACKETS = {"accepted": "", "recovered": "~", "bonus": "+"}
@@ -17,19 +19,28 @@ class Stream:
     """Prints a generation round by round: plain text, or, with `show_rounds`, tokens by kind.
 
     In a pipe there are no colours, and `~` stands before a recovered token, `+` before a bonus one.
-    Plain text is never half a character and never the beginning of a stop string; rounds show every token.
+    Plain text is never half a character and never the beginning of a stop string; rounds show every token, with its
+    share of the text.
     """
 
     def __init__(
-        self, console: Console, tokenizer: Tokenizer, text: VisibleText, prompt: str, show_rounds: bool, quiet: bool
+        self,
+        console: Console,
+        tokenizer: Tokenizer,
+        text: Callable[[Sequence[int]], VisibleText],
+        prompt: str,
+        show_rounds: bool,
+        quiet: bool,
     ) -> None:
+        """text: opens the text that follows a prompt's ids."""
         self._console, self._tokenizer, self._prompt = console, tokenizer, prompt
         self._show_rounds, self._quiet = show_rounds, quiet
-        self._text = text
+        self._open = text
         self._begun = False
 
-    def begin(self) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         self._begun = True
+        self._text, self._tokens = self._open(prompt), TextStream(self._tokenizer, prompt)
         if self._quiet:
             return
         if self._show_rounds:
@@ -56,7 +67,7 @@ class Stream:
         text = Text()
         for position, token_id in enumerate(round_.emitted):
             kind = "accepted" if position < round_.num_accepted else (round_.closing or "accepted")
-            text.append(self._mark(kind) + self._tokenizer.decode([token_id]), style=_STYLES[kind])
+            text.append(self._mark(kind) + self._tokens.push([token_id]), style=_STYLES[kind])
         return text.append("|", style="dim")
 
     def _mark(self, kind: str) -> str:

@@ -26,6 +26,10 @@ class Blocks:
         self._ids, self._size = ids, block_size
         self._last = len(ids) - block_size - 1
 
+    def largest_id(self) -> int:
+        """Of the whole text."""
+        return int(self._ids.max())
+
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Blocks at random places, [count, T + 1] int64."""
         return self._at(torch.randint(self._last + 1, (count,), generator=generator).tolist())

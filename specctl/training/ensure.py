@@ -83,6 +83,12 @@ class Artefacts:
     def tokenizer(self) -> Tokenizer:
         return self.text.tokenizer
 
+    def narrate_once(self, line: str) -> None:
+        """Tell a line, unless it was told before."""
+        if line not in self._told:
+            self._told.add(line)
+            self.narrate(line)
+
     def drafter_config(self, name: str) -> DrafterConfig:
         """Raises UsageError for a name that the config does not have."""
         if name not in self.config.drafters:
@@ -173,17 +179,21 @@ class Artefacts:
         if self._source(name).path:
             self._check_tokenizer(name, folder)
         backend, reason = choose_backend(folder, runtime.backend)
-        if self._source(name).path and name not in self._told:
-            self._told.add(name)
+        if self._source(name).path:
             place = f"behind transformers ({reason})" if reason else "in the native decoder"
-            self.narrate(f"{name} ({self._source(name).path}) runs {place}")
+            self.narrate_once(f"{name} ({self._source(name).path}) runs {place}")
         dtype = getattr(torch, runtime.dtype)
         module = load_module(folder, backend, dtype, native_dtype=dtype if for_decoding else None)
-        num_entries = self._tokenizer_of(name).vocab_size
-        if num_entries > module.shape.vocab_size:
-            raise UsageError(
-                f"{name} has {module.shape.vocab_size} vocabulary rows and its tokenizer "
-                f"{num_entries} tokens; they do not belong together"
+        tokenizer, rows = self._tokenizer_of(name), module.shape.vocab_size
+        if tokenizer.vocab_size > rows:
+            if tokenizer.fingerprint() != self.tokenizer.fingerprint():  # its ids are looked up, every one of them
+                raise UsageError(
+                    f"{name} has {rows} vocabulary rows and its tokenizer {tokenizer.vocab_size} tokens; "
+                    "they do not belong together"
+                )
+            self.narrate_once(
+                f"{name} has {rows:,} vocabulary rows and its tokenizer {tokenizer.vocab_size:,} tokens: those from "
+                f"{tokenizer.shown(rows)} on are not used"
             )
         return module
 
@@ -228,6 +238,7 @@ class Artefacts:
         # Too little text is said before anything is trained.
         blocks = Blocks(self.text.token_ids(corpus, "train"), training.block_size, f"{corpus} train")
         job = self._job(name, source)
+        self._refuse_rowless(blocks, name, corpus)
         done = state.step if state else 0
         with _training_threads(self.config):
             needs = _in_words(estimate(job.task, training, training.steps - done))
@@ -261,6 +272,15 @@ class Artefacts:
                 progress=self._progress,
             )
         self._trained.add(name)
+
+    def _refuse_rowless(self, blocks: Blocks, name: str, corpus: str) -> None:
+        """Raise for text with a token that the target, and so what learns from it, has no row for."""
+        rows = self._vocab_size(name)
+        if rows < self.tokenizer.vocab_size and (largest := blocks.largest_id()) >= rows:
+            raise UsageError(
+                f"corpus {corpus} has the token {self.tokenizer.shown(largest)}, which the target has no row for "
+                f"({rows:,} rows); take it out of the text"
+            )
 
     def _held_out(self, corpus: str, training: TrainingConfig) -> Tensor:
         ids = self.text.token_ids(corpus, "validation")

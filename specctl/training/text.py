@@ -92,6 +92,7 @@ class RunText:
         if source.prompts is not None:
             prompts = {
                 "file": fingerprint_prompts(self._prompts(source)),
+                **({"begin_with": begin} if (begin := self.tokenizer.added_before) else {}),
                 "seed": self._config.target.training.seed,
             }
             return {**recipe, "num_tokens": source.num_tokens, "prompts": prompts, "writer": self._target_recipe()}
@@ -163,7 +164,7 @@ class RunText:
     def _prompts_for(self, corpus: str, source: CorpusConfig, context_length: int) -> Prompts:
         """What a corpus that the target writes begins with."""
         if source.prompts is not None:
-            encoded = self.tokenizer.encode_batch([prompt.text for prompt in self._prompts(source)])
+            encoded = [self.tokenizer.encode_prompt(prompt.text) for prompt in self._prompts(source)]
             ends = {*end_tokens(self._target_folder()), self.tokenizer.end_of_text}
             return in_turn(encoded, context_length, frozenset(end for end in ends if end is not None))
         corpus_ids = self.token_ids(self.target_corpus, "train")
