@@ -85,8 +85,7 @@ class GgufWeights(Mapping[str, Tensor]):
         if not _is_quantised(tensor):
             return torch.frombuffer(raw, dtype=_PLAIN[tensor.storage.name])
         assert self._to_numbers is not None
-        blocks = np.frombuffer(raw, dtype=np.uint8).reshape(-1, tensor.storage.num_bytes)
-        return torch.from_numpy(self._to_numbers(blocks, tensor.storage.name))
+        return torch.from_numpy(self._to_numbers(np.frombuffer(raw, dtype=np.uint8), tensor.storage.name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -106,7 +105,7 @@ def _unpaired(rows: Tensor, heads: int) -> Tensor:
 
 
 def _dequantiser(path: Path) -> Callable[[Any, str], Any]:
-    """A function from blocks [N, bytes] of a storage to numbers [N, block] in float32."""
+    """A function from the bytes of blocks, and the storage that they are of, to as many numbers in float32."""
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -114,4 +113,5 @@ def _dequantiser(path: Path) -> Callable[[Any, str], Any]:
         raise UsageError(
             f"{path} is quantised, which needs the gguf package; install it with: pip install 'specctl[gguf]'"
         ) from None
-    return lambda blocks, name: dequantize(blocks, GGMLQuantizationType[name])
+    # One row of all blocks: the package goes through rows in groups of sixteen.
+    return lambda raw, name: dequantize(raw[None], GGMLQuantizationType[name])[0]
