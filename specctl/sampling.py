@@ -133,10 +133,24 @@ def _counts(committed: Sequence[int], drafted: Sequence[Tensor], rows: Tensor) -
 
 def _keep_mass(probs: Tensor, mass: float) -> Tensor:
     """Only the fewest likeliest tokens whose probabilities reach `mass`, and their equals; renormalised."""
-    likeliest = probs.sort(-1, descending=True).values
-    needed = likeliest.cumsum(-1) - likeliest < mass  # what comes before falls short
-    last = needed.sum(-1, keepdim=True).clamp_(min=1) - 1
-    return _renormalise(probs, probs < likeliest.gather(-1, last))
+    least = torch.stack([_least_kept(row, mass) for row in probs.reshape(-1, probs.shape[-1])])
+    return _renormalise(probs, probs < least.view(*probs.shape[:-1], 1))
+
+
+def _least_kept(row: Tensor, mass: float) -> Tensor:
+    """The smallest probability that top-p keeps in a row [V].
+
+    Of the others all those below half of (1 - mass) / V have less than 1 - mass together and cannot be needed, so the
+    few above it are sorted alone: all of 150,000 would take longer than a small model's pass.
+    """
+    candidates = row[row >= (1 - mass) / 2 / len(row)]
+    likeliest = candidates.sort(descending=True).values
+    sums = likeliest.cumsum(0)
+    if not len(sums) or not sums[-1] >= mass:  # NaN, or a mass that rounding makes too near to 1
+        likeliest = row.sort(descending=True).values
+        sums = likeliest.cumsum(0)
+    needed = sums - likeliest < mass  # what comes before falls short
+    return likeliest[needed.sum().clamp_(min=1) - 1]
 
 
 def _renormalise(probs: Tensor, dropped: Tensor) -> Tensor:

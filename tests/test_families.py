@@ -418,3 +418,14 @@ def test_pickles_are_refused_with_the_command_that_converts_them(tmp_path: Path)
     assert (python, option) == ("python", "-c")
     exec(code)
     assert (logits_of(load_checkpoint(folder)) - logits_of(model)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("length", [1, 1023, 1025, 2**24, 2**24 + 3])
+def test_a_fingerprint_sees_the_first_and_the_last_number_of_a_tensor_of_any_length(length: int) -> None:
+    weight = torch.zeros(length, dtype=torch.int8)
+    seen = {weights_fingerprint({"w": weight})}
+    for place in {0, length - 1}:
+        weight[place] = 1
+        seen.add(weights_fingerprint({"w": weight}))
+        weight[place] = 0
+    assert len(seen) == 1 + len({0, length - 1})

@@ -29,7 +29,7 @@ from specctl.models.llama import Llama, LlamaShape
 from specctl.training import checkpoints, loop, state
 from specctl.training.blocks import Blocks
 from specctl.training.language_model import LanguageModelTask
-from specctl.training.loop import Evaluation, Task, TrainingReport, Weights, estimate_seconds, train
+from specctl.training.loop import Evaluation, Task, TrainingReport, Weights, estimate, train
 from specctl.training.state import TrainingState, load_state, save_state, state_path, stop_signals
 
 SHAPE = LlamaShape(
@@ -199,7 +199,7 @@ def test_an_early_end_counts_for_its_model_and_not_for_what_follows() -> None:
 def test_estimating_changes_nothing() -> None:
     config = settings(dropout=0.3)
     task, before = task_of(config), torch.random.get_rng_state()
-    assert estimate_seconds(task, config, 40) > 0
+    assert estimate(task, config, 40).seconds > 0
     assert torch.equal(before, torch.random.get_rng_state())
     assert equal(weights_of(task), weights_of(task_of(config)))
     assert all(weight.grad is None for weight in task.module.parameters())

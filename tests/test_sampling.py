@@ -223,3 +223,16 @@ def test_penalties_pass_a_bad_row_on(law: dict[str, object]) -> None:
     history = History(token_ids=(1, 2), prompt_length=1, drafted=[torch.tensor([0])])
     result = shaped(history, logits, **law)
     assert result[0].isnan().all() and result[1].isfinite().all()
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.999, 1 - 2**-24])
+@pytest.mark.parametrize("scale", [0.0, 0.1, 3.0, 30.0])
+def test_top_p_of_a_large_vocabulary_keeps_what_sorting_all_of_it_keeps(scale: float, top_p: float) -> None:
+    logits = torch.randn(3, 152_064, generator=torch.Generator().manual_seed(0)) * scale
+    full = torch.softmax(logits, -1)
+    likeliest = full.sort(-1, descending=True).values
+    needed = likeliest.cumsum(-1) - likeliest < top_p
+    least = likeliest.gather(-1, needed.sum(-1, keepdim=True).clamp(min=1) - 1)
+    kept = SamplingLaw(top_p=top_p).probs(logits, NO_HISTORY)
+    assert torch.equal(kept > 0, (full >= least) & (full > 0))
+    assert torch.allclose(kept.sum(-1), torch.ones(3))

@@ -21,6 +21,9 @@ from specctl.models.llama import Llama, LlamaShape
 from specctl.models.weights import Weights, refuse_difference
 from specctl.run_folder import fingerprint, write_atomic, write_json
 
+_SAMPLED = 1024  # values of a tensor that its fingerprint looks at
+_EXACT_FLOATS = 2**24  # whole numbers that float32 can tell apart
+
 
 def save_checkpoint(module: Llama, folder: Path, end_of_text: int | None) -> None:
     """Write the folder, the weights first. Tied weights are written once, as transformers does."""
@@ -81,10 +84,17 @@ def weights_fingerprint(model: nn.Module | Mapping[str, Tensor]) -> str:
     samples = {}
     for name, weight in (model.state_dict() if isinstance(model, nn.Module) else model).items():
         flat = weight.detach().reshape(-1)
-        places = torch.linspace(0, len(flat) - 1, min(len(flat), 1024), device=flat.device).long()
+        places = _spread(len(flat), _SAMPLED).to(flat.device)
         values = flat[places].cpu().double().numpy().tobytes()
         samples[name] = [list(weight.shape), hashlib.sha256(values).hexdigest()]
     return fingerprint(samples)
+
+
+def _spread(length: int, most: int) -> Tensor:
+    """At most so many places of a vector, evenly spread, the first and the last among them."""
+    if length <= _EXACT_FLOATS:  # as fingerprints of smaller tensors always were
+        return torch.linspace(0, length - 1, min(length, most)).long()
+    return torch.arange(most) * (length - 1) // (most - 1)
 
 
 def end_tokens(path: Path) -> frozenset[int]:

@@ -193,6 +193,11 @@ class Llama(nn.Module):
 
     def forward(self, ids: Tensor) -> Forward:
         """Logits [B, T, V] and hidden states [B, T, D] for ids [B, T], without a cache."""
+        hidden = self.states(ids)
+        return Forward(self.lm_head(hidden), hidden)
+
+    def states(self, ids: Tensor) -> Tensor:
+        """The hidden states [B, T, D] alone."""
         assert ids.shape[1] <= self.shape.max_position_embeddings
         weight = self.model.embed_tokens.weight
         table = rotary_table(self.shape, weight.dtype, ids.shape[1]).to(weight.device)
@@ -200,5 +205,5 @@ class Llama(nn.Module):
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
             x = layer(x, cos, sin, self.dropout)
-        hidden = self.model.norm(x)
-        return Forward(self.lm_head(hidden), hidden)
+        states: Tensor = self.model.norm(x)
+        return states

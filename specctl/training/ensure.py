@@ -44,7 +44,7 @@ from specctl.training.blocks import Blocks
 from specctl.training.checkpoints import REPORT, interrupted_at, read_report, refuse_changes, train_into, unfinished
 from specctl.training.jobs import Job, heads_job, model_job
 from specctl.training.keeper import Keeper, Narrate
-from specctl.training.loop import estimate_seconds
+from specctl.training.loop import Estimate, estimate
 from specctl.training.state import TrainingState, state_path
 from specctl.training.text import RunText
 
@@ -231,13 +231,13 @@ class Artefacts:
         job = self._job(name, source)
         done = state.step if state else 0
         with _training_threads(self.config):
-            seconds = _duration(estimate_seconds(job.task, training, training.steps - done))
-            size = f"{job.num_parameters:,} parameters, {training.steps:,} steps on {corpus}, about {seconds}"
+            needs = _in_words(estimate(job.task, training, training.steps - done))
+            size = f"{job.num_parameters:,} parameters, {training.steps:,} steps on {corpus}, about {needs}"
             self._keeper.announce(
                 folder,
                 f"training {name} ({size})"
                 if state is None
-                else f"going on with {name} at step {done:,} of {training.steps:,}, about {seconds}",
+                else f"going on with {name} at step {done:,} of {training.steps:,}, about {needs}",
             )
             facts = {
                 "name": name,
@@ -349,6 +349,11 @@ def _resume_command(name: str, source: Trainable) -> str:
         return "specctl train-target --resume (with the same -c and --set)"
     command = "train-medusa" if isinstance(source, MedusaConfig) else "train-draft"
     return f"specctl {command} --drafter {name} --resume (with the same -c and --set)"
+
+
+def _in_words(needs: Estimate) -> str:
+    time = _duration(needs.seconds)
+    return time if needs.num_bytes is None else f"{time} and {needs.num_bytes / 1e9:.1f} GB of memory"
 
 
 def _duration(seconds: float) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from specctl.config import TrainingConfig
 from specctl.models.backend import Module
 from specctl.models.llama import Llama
+from specctl.training import chunks
 from specctl.training.loop import Evaluation
 from specctl.training.losses import cross_entropy, divergence
 
@@ -31,12 +32,21 @@ class LanguageModelTask:
         self.module.dropout = self.config.dropout
 
     def loss(self, blocks: Tensor) -> Tensor:
-        if self.teacher is None:
+        teacher, ids = self.teacher, blocks[:, :-1]
+        if teacher is None:
             return text_loss(self.module, blocks)
-        with torch.no_grad():
-            logits = self.teacher(blocks[:, :-1]).logits
-        found = self.module(blocks[:, :-1]).logits
-        return divergence(self.config.loss, found, F.log_softmax(logits.to(found.dtype), -1))
+        if chunks.fits(ids, self.module.shape.vocab_size):
+            with torch.no_grad():
+                logits = teacher(ids).logits
+            found = self.module(ids).logits
+            return divergence(self.config.loss, found, F.log_softmax(logits.to(found.dtype), -1))
+        hidden = self.module.states(ids)
+        wanted = chunks.Distributions(teacher, ids, hidden.dtype)
+
+        def loss(piece: chunks.Piece) -> Tensor:
+            return divergence(self.config.loss, self.module.lm_head(hidden[piece]), wanted.log_probs(piece))
+
+        return chunks.mean_loss(loss, len(ids), ids.shape[1], self.module.shape.vocab_size)
 
     def evaluate(self) -> Evaluation:
         loss = validation_loss(self.module, self.held_out, self.config.batch_size)
@@ -45,7 +55,15 @@ class LanguageModelTask:
 
 def text_loss(module: Llama, blocks: Tensor) -> Tensor:
     """Mean -log p(next token), nats."""
-    return cross_entropy(module(blocks[:, :-1]).logits, blocks[:, 1:])
+    ids, labels = blocks[:, :-1], blocks[:, 1:]
+    if chunks.fits(ids, module.shape.vocab_size):
+        return cross_entropy(module(ids).logits, labels)
+    hidden = module.states(ids)
+
+    def loss(piece: chunks.Piece) -> Tensor:
+        return cross_entropy(module.lm_head(hidden[piece]), labels[piece])
+
+    return chunks.mean_loss(loss, len(ids), ids.shape[1], module.shape.vocab_size)
 
 
 @torch.no_grad()

@@ -20,11 +20,16 @@ from torch import Tensor, nn
 
 from specctl.config import TrainingConfig
 from specctl.errors import NumericalError
+from specctl.hardware import peak_memory
 from specctl.progress import Progress, silent
 from specctl.training.blocks import Blocks
 from specctl.training.state import TrainingState
 
 Weights = dict[str, Tensor]
+
+# Of the weights, once a training is under way: AdamW's two moments, the best so far, and while it is saved the last,
+# and all four of these as they are written.
+_COPIES_TO_COME = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +95,16 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
     return config.learning_rate * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def estimate_seconds(task: Task, config: TrainingConfig, steps: int) -> float:
-    """About how long `steps` steps will take: a few, timed without their update. Changes nothing."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a training will take. num_bytes: of memory, at its peak; None where the system does not say."""
+
+    seconds: float
+    num_bytes: int | None
+
+
+def estimate(task: Task, config: TrainingConfig, steps: int) -> Estimate:
+    """What `steps` steps will take about: a few are timed, without their update. Changes nothing."""
     blocks, times = torch.zeros(config.batch_size, config.block_size + 1, dtype=torch.int64), []
     with torch.random.fork_rng(devices=[]):
         for _ in range(4):
@@ -99,7 +112,10 @@ def estimate_seconds(task: Task, config: TrainingConfig, steps: int) -> float:
             task.loss(blocks).backward()
             times.append(perf_counter() - started)
     task.module.zero_grad(set_to_none=True)
-    return min(times) * steps * 1.15
+    so_far, weights = peak_memory(), sum(weight.nbytes for weight in task.module.parameters())
+    return Estimate(
+        seconds=min(times) * steps * 1.15, num_bytes=None if so_far is None else so_far + _COPIES_TO_COME * weights
+    )
 
 
 def train(

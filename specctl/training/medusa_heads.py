@@ -18,6 +18,7 @@ from torch import Tensor
 from specctl.config import LossKind
 from specctl.models.backend import Module
 from specctl.models.medusa import MedusaHeads
+from specctl.training import chunks
 from specctl.training.loop import Evaluation
 from specctl.training.losses import cross_entropy, divergence
 
@@ -36,6 +37,8 @@ class MedusaTask:
 
     def loss(self, blocks: Tensor) -> Tensor:
         """Mean over the heads, head i weighted 0.8^i."""
+        if not chunks.fits(blocks[:, :-1], self.module.shape.vocab_size):
+            return self._loss_in_pieces(blocks)
         hidden, logits = self._read(blocks)
         wanted = F.log_softmax(logits, -1) if self.loss_kind != "ce" else None
         total, weights = torch.zeros(()), 0.0
@@ -45,6 +48,26 @@ class MedusaTask:
             else:
                 loss = divergence(self.loss_kind, found, wanted[:, 1 + head :])
             total = total + HEAD_WEIGHT**head * loss
+            weights += HEAD_WEIGHT**head
+        return total / weights
+
+    def _loss_in_pieces(self, blocks: Tensor) -> Tensor:
+        """The same where the logits of a block are too many to be held."""
+        ids, dtype = blocks[:, :-1], next(self.module.parameters()).dtype
+        hidden, wanted = chunks.states(self.target, ids).to(dtype), chunks.Distributions(self.target, ids, dtype)
+        total, weights = torch.zeros(()), 0.0
+        for head in range(self.module.shape.num_heads):
+            labels, length = _labels(blocks, head), ids.shape[1] - 1 - head
+
+            def loss(piece: chunks.Piece, head: int = head, labels: Tensor = labels) -> Tensor:
+                found, (block, part) = self.module.head(head, hidden[piece]), piece
+                if self.loss_kind == "ce":
+                    return cross_entropy(found, labels[piece])
+                ahead = slice(part.start + 1 + head, part.stop + 1 + head)
+                return divergence(self.loss_kind, found, wanted.log_probs((block, ahead)))
+
+            found = chunks.mean_loss(loss, len(ids), length, self.module.shape.vocab_size)
+            total = total + HEAD_WEIGHT**head * found
             weights += HEAD_WEIGHT**head
         return total / weights
 
@@ -61,22 +84,26 @@ class MedusaTask:
 
     def evaluate(self) -> Evaluation:
         """Top-1 and top-5 accuracy of each head, and 1 + the mean of sum_i prod_{j <= i} sum_x min(p, q_j)."""
-        num_heads = self.module.shape.num_heads
+        num_heads, vocab_size = self.module.shape.num_heads, self.module.shape.vocab_size
         lengths, hits = list[Tensor](), torch.zeros(num_heads, 2, dtype=torch.float64)
         judged = torch.zeros(num_heads, dtype=torch.float64)
+        dtype = next(self.module.parameters()).dtype
         for blocks in self.held_out.split(self.batch_size):
-            chain = torch.ones(len(blocks), blocks.shape[1] - 1 - num_heads)  # positions that every head is judged at
-            length = torch.ones_like(chain)
-            hidden, logits = self._read(blocks)
-            wanted = logits.softmax(-1)
-            for head, found in self._predictions(hidden):
-                overlap = torch.minimum(found.softmax(-1), wanted[:, 1 + head :]).sum(-1)
-                chain = chain * overlap[:, : chain.shape[1]]
-                length += chain
-                right = found.topk(5, -1).indices == _labels(blocks, head)[..., None]
-                hits[head] += torch.stack((right[..., 0].sum(), right.any(-1).sum())).double()
-                judged[head] += right[..., 0].numel()
-            lengths.append(length.flatten())
+            ids = blocks[:, :-1]
+            hidden, wanted = chunks.states(self.target, ids).to(dtype), chunks.Distributions(self.target, ids, dtype)
+            overlaps = torch.zeros(num_heads, *ids.shape)
+            for block, part in chunks.pieces(len(ids), ids.shape[1], vocab_size):
+                probs = wanted.log_probs((block, part)).exp()
+                for head in range(num_heads):  # what a head says of these positions it says 1 + head before them
+                    here = slice(max(0, part.start - 1 - head), max(0, part.stop - 1 - head))
+                    found, labels = self.module.head(head, hidden[block, here]), _labels(blocks, head)[block, here]
+                    overlap = torch.minimum(found.softmax(-1), probs[len(probs) - len(found) :]).sum(-1)
+                    overlaps[head, block, here] = overlap
+                    right = found.topk(5, -1).indices == labels[:, None]
+                    hits[head] += torch.stack((right[:, 0].sum(), right.any(-1).sum())).double()
+                    judged[head] += len(found)
+            chains = overlaps[:, :, : ids.shape[1] - num_heads].cumprod(0)  # positions that every head is judged at
+            lengths.append((1 + chains.sum(0)).flatten())
         expected = float(torch.cat(lengths).mean())
         accuracy = (hits / judged[:, None]).tolist()
         figures = {"expected_acceptance_length": expected}

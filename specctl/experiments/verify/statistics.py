@@ -4,8 +4,8 @@ No normal approximation: a sum of events that are nearly certain is a lattice wh
 p-value is an inequality, so that a run on an exact pair has p <= a with a probability of at most a, whatever a.
 
 Sources: Massart, Ann. Probab. 18 (1990), corollary 1 (the tight constant of the Dvoretzky-Kiefer-Wolfowitz
-inequality); Ville's inequality for a product of exponential factors of mean 1 (Howard et al. 1808.03204, section 2),
-with stakes that may look at all before them (Waudby-Smith and Ramdas 2010.09686, section 3).
+inequality); Ville's inequality for a product of exponential factors of mean 1 (Howard et al. 1808.03204),
+with stakes that may look at all before them (Waudby-Smith and Ramdas 2010.09686).
 
 Shapes: N values in the order in which they came, J bets.
 """
