@@ -59,6 +59,7 @@ def write_gguf(
 def metadata_of(model: Any, architecture: str, **changes: Any) -> dict[str, Any]:
     """What llama.cpp would write of a model of transformers; a change to None takes a field out."""
     config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     fields = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -66,8 +67,9 @@ def metadata_of(model: Any, architecture: str, **changes: Any) -> dict[str, Any]
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": head_dim,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
         "vocab_size": config.vocab_size,
