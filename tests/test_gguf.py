@@ -395,6 +395,16 @@ def test_smollm_splits_digits_before_words(tmp_path: Path) -> None:
     assert ours.encode(text) != open_files(write_tokenizer(tmp_path / "g.gguf", gpt2())).tokenizer().encode(text)
 
 
+def test_llama3_takes_a_word_that_no_merges_lead_to(tmp_path: Path) -> None:
+    """As its release does: ignore_merges."""
+    for pre, whole in (("llama-bpe", True), ("gpt-2", False)):
+        vocabulary = gpt2(pre)
+        vocabulary["tokenizer.ggml.tokens"].append("Ġzebra")
+        vocabulary["tokenizer.ggml.token_type"].append(1)
+        ids = open_files(write_tokenizer(tmp_path / f"{pre}.gguf", vocabulary)).tokenizer().encode("a zebra")
+        assert (len(vocabulary["tokenizer.ggml.tokens"]) - 1 in ids) == whole
+
+
 def test_default_splits_as_llama_cpp_does(tmp_path: Path) -> None:
     tokenizer = open_files(write_tokenizer(tmp_path / "m.gguf", gpt2("default"))).tokenizer()
     split = tokenizer._backend.pre_tokenizer.pre_tokenize_str("a<=b 12345 c's\n\nx")
