@@ -181,9 +181,12 @@ def _add_begin(metadata: "_Metadata", backend: "tokenizers.Tokenizer", tokens: S
     begin = metadata.token_id("bos_token_id", len(tokens))
     if metadata.flag("add_bos_token", implied) and begin is not None:
         token = tokens[begin]
-        backend.post_processor = TemplateProcessing(
-            single=[token, "$A"], pair=[token, "$A", token, "$B:1"], special_tokens=[(token, begin)]
-        )
+        try:
+            backend.post_processor = TemplateProcessing(
+                single=[token, "$A"], pair=[token, "$A", token, "$B:1"], special_tokens=[(token, begin)]
+            )
+        except Exception as error:  # plain ones of the library: a template cannot name every token
+            raise metadata.refuse("bos_token_id", f"is {token!r}, which cannot begin a text ({error})") from None
 
 
 class _Metadata:
