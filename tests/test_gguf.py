@@ -59,6 +59,9 @@ TEXT = (
 )
 
 
+PROSE = Path(json.__file__).read_text(encoding="utf-8")
+
+
 def write_model(path: Path, model: Any, architecture: str, changes: dict[str, Any] | None = None) -> Path:
     return write_gguf(path, metadata_of(model, architecture, **(changes or {})), tensors_of(model, architecture))
 
@@ -347,7 +350,7 @@ def gpt2(pre: str = "gpt-2", **changes: Any) -> dict[str, Any]:
 
 
 def llama(**changes: Any) -> dict[str, Any]:
-    return sentencepiece_vocabulary([TEXT, "the then that this there it is in int"], 200, **changes)
+    return sentencepiece_vocabulary([TEXT, PROSE], 600, **changes)
 
 
 def write_tokenizer(path: Path, vocabulary: dict[str, Any]) -> Path:
@@ -371,7 +374,7 @@ def their_tokenizer(path: Path) -> Any:
 def test_token_ids_are_those_of_transformers(tmp_path: Path, vocabulary: Callable[[], dict[str, Any]]) -> None:
     path = write_tokenizer(tmp_path / "m.gguf", vocabulary())
     ours, other = open_files(path).tokenizer(), their_tokenizer(path)
-    for text in (TEXT, "  two spaces", "\n\n\nx", "a", "", "🎉🎉", "1234567 12 3"):
+    for text in (TEXT, PROSE[:4000], "  two spaces", "\n\n\nx", "a", "", "🎉🎉", "1234567 12 3"):
         ids = ours.encode_markup(text)
         assert ids == other(text, add_special_tokens=False).input_ids
         assert ours.decode(ids) == other.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
