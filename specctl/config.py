@@ -138,7 +138,9 @@ class TargetConfig(Section):
     corpus: str | None = Field(None, description="name of the corpus to train on; also where prompts come from")
     model: ModelConfig = ModelConfig()
     training: TargetTrainingConfig = TargetTrainingConfig()
-    path: str | None = Field(None, description="a checkpoint folder, or a hub id, used instead of training")
+    path: str | None = Field(
+        None, description="a checkpoint folder, a .gguf file or a hub id, used instead of training"
+    )
 
 
 class DraftModelConfig(Section):
@@ -150,7 +152,9 @@ class DraftModelConfig(Section):
         hidden_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, intermediate_size=192
     )
     training: TrainingConfig = TrainingConfig()
-    path: str | None = Field(None, description="a checkpoint folder, or a hub id, used instead of training")
+    path: str | None = Field(
+        None, description="a checkpoint folder, a .gguf file or a hub id, used instead of training"
+    )
     vocabulary: Literal["same", "intersection"] = Field(
         "same", description="intersection: a path with another tokenizer drafts the tokens that both have"
     )

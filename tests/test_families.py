@@ -70,7 +70,10 @@ IDS = torch.randint(31, (1, 40), generator=torch.Generator().manual_seed(0))
 
 def theirs(case: str, dtype: torch.dtype = torch.float32) -> Any:
     """A random model of transformers, with biases and norms that are heard in the logits."""
-    kind, changes = CASES[case]
+    return random_model(*CASES[case], dtype)
+
+
+def random_model(kind: str, changes: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
     config = getattr(transformers, kind)(**{**SIZES, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(1)

@@ -426,7 +426,7 @@ def damage(folder: Path, what: str) -> None:
         ("no tokenizer.json", "tokenizer.json"),
         ("no model.safetensors", "has neither model.safetensors nor"),
         ("pickles", "never read"),
-        ("a list", "does not describe a model"),
+        ("a list", "holds []"),
         ("no vocab_size", "lacks vocab_size"),
         *((f"vocab_size {kind}", "vocab_size is") for kind in ("text", "zero", "true", "list")),
         ("heads", "num_attention_heads is 'two'"),

@@ -108,6 +108,11 @@ def test_only_hf_imports_transformers() -> None:
     assert importing <= {"models/hf.py"}
 
 
+def test_one_module_imports_gguf() -> None:
+    importing = {path.relative_to(PACKAGE).as_posix() for path in FILES if "gguf" in third_party(path)}
+    assert importing == {"models/gguf_weights.py"}
+
+
 def test_the_face_is_instant() -> None:
     """`specctl --help` needs none of the heavy imports."""
     code = "import sys, specctl.cli.commands \n"

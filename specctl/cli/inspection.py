@@ -7,10 +7,12 @@ import typer
 from specctl.cli.options import AsJson, ConfigPath, Overrides, Wide, load, narrate
 
 TargetPath = Annotated[
-    str | None, typer.Argument(metavar="[TARGET]", help="A model's folder or hub id; the run's if not given.")
+    str | None,
+    typer.Argument(metavar="[TARGET]", help="A model's folder, GGUF file or hub id; the run's if not given."),
 ]
 DraftPath = Annotated[
-    str | None, typer.Argument(metavar="[DRAFT]", help="A draft for it, or Medusa heads: a folder or hub id.")
+    str | None,
+    typer.Argument(metavar="[DRAFT]", help="A draft for it, or Medusa heads: a folder, GGUF file or hub id."),
 ]
 
 
@@ -29,7 +31,7 @@ def inspect(
     from specctl.experiments.inspect import Source, sources_of
     from specctl.experiments.inspect import inspect as run
     from specctl.models.hf_folder import find_folder
-    from specctl.report.inspection import models_table, pair_line
+    from specctl.report.inspection import models_table, pair_line, storage_line
 
     if target and config:
         raise UsageError("give folders or a run file (-c), not both")
@@ -51,6 +53,8 @@ def inspect(
         from specctl.report.layout import make_console, print_tables
 
         print_tables(make_console(), models_table(found), wide=wide)
+        for line in filter(None, map(storage_line, found.models)):
+            print(line)
         for pair in found.pairs:
             print(pair_line(pair))
     if not found.can_speculate:

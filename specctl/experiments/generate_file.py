@@ -20,6 +20,7 @@ from specctl.experiments.generate import Generation, generate
 from specctl.experiments.pair import Pair
 from specctl.experiments.trace import Trace
 from specctl.experiments.workload import chat_template, encode
+from specctl.models.files import open_files
 from specctl.prompts import Prompt, fingerprint_prompts
 from specctl.run_folder import differences, ensure_writable, read_object, to_text, write_json
 from specctl.stats import Stats
@@ -195,7 +196,7 @@ def _weights(pair: Pair, name: str) -> str:
     if name != "target":
         pair.prepare([name], pair.config.decoding.num_speculative_tokens)  # trains it, if the run lacks it
     digest = hashlib.sha256()
-    for path in sorted(pair.artefacts.model_folder(name).glob("*.safetensors")):
+    for path in open_files(pair.artefacts.model_folder(name)).hashed_files():
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]

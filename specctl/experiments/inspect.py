@@ -1,25 +1,24 @@
-"""What models are and whether they can speculate together, told from their folders without loading them.
+"""What models are and whether they can speculate together, told from their files without loading them.
 
-Reads config.json, the tokenizer and the headers of the safetensors files; a folder of any size takes a moment.
+Reads config.json, the tokenizer and the headers of the safetensors files, or of one GGUF file: a moment at any size.
 Medusa heads are told by their config.json, and held against the target's sizes. Knows nothing about which
 architectures decoding supports, and asks where the dtype of a cache depends on it.
 """
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specctl.config import NgramConfig, RunConfig, RuntimeConfig
 from specctl.errors import UsageError
-from specctl.models.headers import ORIGINAL_HEADS, SINGLE, has_weights, read_header, weight_files
-from specctl.models.hf_folder import find_folder
-from specctl.run_folder import read_json
+from specctl.models.files import open_files
+from specctl.models.headers import ORIGINAL_HEADS, SINGLE, TensorHeader, has_weights, read_header, weight_files
+from specctl.models.hf_folder import CONFIG, find_folder
 from specctl.tokenizer import Tokenizer
 
-_CONFIG = "config.json"
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 # The names of the same number in the configs of different architectures.
@@ -40,10 +39,20 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StorageFacts:
+    """The tensors on disk in one dtype, or one way of quantising: how many, and their bytes."""
+
+    dtype: str
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """bytes_on_disk: of the weight files; bytes_in_run: of the parameters in the run's dtype.
 
-    dtype: the one that most bytes on disk are of. kv_bytes_per_token: cached for each token, in kv_dtype, which the
+    dtype: the one that most bytes on disk are of; storage: all of them, most bytes first.
+    kv_bytes_per_token: cached for each token, in kv_dtype, which the
     engine decides that would run it, and context_length in tokens; None where config.json does not tell, and for
     heads. num_padding_rows: vocabulary rows beyond the tokenizer's entries (the target's, for heads). hidden_size: 0
     where config.json does not tell.
@@ -56,6 +65,7 @@ class ModelFacts:
     bytes_on_disk: int
     bytes_in_run: int
     dtype: str
+    storage: list[StorageFacts]
     kv_bytes_per_token: int | None
     kv_dtype: str | None
     context_length: int | None
@@ -92,14 +102,14 @@ def sources_of(config: RunConfig) -> tuple[list[Source], list[str]]:
     """
     folder = Path(config.run_dir)
     target = find_folder(config.target.path) if config.target.path else folder / "target"
-    if not config.target.path and not (target / _CONFIG).is_file():
+    if not config.target.path and not (target / CONFIG).is_file():
         raise UsageError(f"{folder} has no target yet; train it (specctl train-target), or give a folder to inspect")
     found, missing = [Source(name="target", folder=target)], []
     for name, drafter in config.drafters.items():
         if isinstance(drafter, NgramConfig):
             continue
         own = find_folder(drafter.path) if drafter.path else folder / "drafters" / name
-        if drafter.path or (own / _CONFIG).is_file():
+        if drafter.path or (own / CONFIG).is_file():
             intersection = getattr(drafter, "vocabulary", "same") == "intersection"
             found.append(Source(name=name, folder=own, intersection=intersection))
         else:
@@ -112,7 +122,7 @@ def inspect(sources: Sequence[Source], runtime: RuntimeConfig) -> Inspection:
     configs = [_config(source) for source in sources]
     if _are_heads(configs[0]):
         raise UsageError(f"{sources[0].folder} holds Medusa heads; give their target first, and them as its draft")
-    mine = Tokenizer.load(sources[0].folder)
+    mine = open_files(sources[0].folder).tokenizer()
     target = _facts(sources[0], configs[0], mine, runtime)
     models, pairs = [target], []
     for source, config in zip(sources[1:], configs[1:], strict=True):
@@ -120,7 +130,7 @@ def inspect(sources: Sequence[Source], runtime: RuntimeConfig) -> Inspection:
             models.append(_head_facts(source, config, mine, runtime))
             pairs.append(_compare_heads(target, models[-1]))
         else:
-            theirs = Tokenizer.load(source.folder)
+            theirs = open_files(source.folder).tokenizer()
             models.append(_facts(source, config, theirs, runtime))
             pairs.append(_compare(target, mine, models[-1], theirs, source.intersection))
     can_speculate = all(pair.can_speculate for pair in pairs)
@@ -128,13 +138,10 @@ def inspect(sources: Sequence[Source], runtime: RuntimeConfig) -> Inspection:
 
 
 def _config(source: Source) -> dict[str, Any]:
-    """A folder's config.json."""
-    if not source.folder.is_dir():
+    """The fields of a model's config.json, or what its GGUF file says of them."""
+    if not source.folder.exists():
         raise UsageError(f"{source.name}: the model folder {source.folder} does not exist")
-    path = source.folder / _CONFIG
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise UsageError(f"{path} does not describe a model")
+    config = open_files(source.folder).config()
     if isinstance(config.get("text_config"), dict):  # a model of text and more: its language model
         config = {**config, **config["text_config"]}
     return config
@@ -178,11 +185,13 @@ def _compare_heads(target: ModelFacts, heads: ModelFacts) -> PairFacts:
 
 
 def _facts(source: Source, config: dict[str, Any], tokenizer: Tokenizer, runtime: RuntimeConfig) -> ModelFacts:
-    path = source.folder / _CONFIG
+    files = open_files(source.folder)
+    path = files.config_path
     num_rows = _number(path, config, ("vocab_size",))
     if num_rows is None:
         raise UsageError(f"{path} lacks vocab_size")
-    weights = _weights(weight_files(source.folder), runtime, config.get("tie_word_embeddings") is True)
+    tied = config.get("tie_word_embeddings") is True
+    weights = _weights(files.weight_files(), files.headers(), runtime, tied)
     kv_numbers = _kv_numbers(path, config)
     kv_dtype = None if kv_numbers is None else _cache_dtype(source.folder, runtime)
     return ModelFacts(
@@ -223,22 +232,27 @@ def _head_facts(source: Source, config: dict[str, Any], tokenizer: Tokenizer, ru
         num_rows=output[0],
         num_padding_rows=output[0] - tokenizer.vocab_size,
         hidden_size=output[1],
-        **_weights(files, runtime),
+        **_weights(files, (tensor for file in files for tensor in read_header(file).items()), runtime),
     )
 
 
 _OUTPUT = re.compile(r"(medusa_heads\.)?lm_heads\.0\.weight|(medusa_head\.)?0\.\d+\.weight")
 
 
-def _weights(files: Sequence[Path], runtime: RuntimeConfig, tied: bool = False) -> dict[str, Any]:
+def _weights(
+    files: Sequence[Path], tensors: Iterable[tuple[str, TensorHeader]], runtime: RuntimeConfig, tied: bool = False
+) -> dict[str, Any]:
     """The fields of `ModelFacts` that weight files tell. tied: whether an output matrix counts as the embedding."""
-    num_parameters, dtypes = 0, Counter[str]()
-    for file in files:
-        for name, tensor in read_header(file).items():
-            dtypes[tensor.dtype] += tensor.num_bytes
-            counted = not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq")
-            num_parameters += tensor.num_values if counted else 0
+    num_parameters, dtypes, counts = 0, Counter[str](), Counter[str]()
+    for name, tensor in tensors:
+        dtypes[tensor.dtype] += tensor.num_bytes
+        counts[tensor.dtype] += 1
+        counted = not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq")
+        num_parameters += tensor.num_values if counted else 0
     return {
+        "storage": [
+            StorageFacts(dtype=dtype, num_tensors=counts[dtype], num_bytes=size) for dtype, size in dtypes.most_common()
+        ],
         "num_parameters": num_parameters,
         "bytes_on_disk": sum(file.stat().st_size for file in files),
         "bytes_in_run": num_parameters * _BYTES[runtime.dtype],

@@ -15,6 +15,7 @@ from specctl.chat import ChatTemplate, prompt_encoder
 from specctl.config import RunConfig
 from specctl.errors import UsageError
 from specctl.experiments.pair import Pair
+from specctl.models.files import open_files
 from specctl.prompts import Prompt, choose, hold_out, read_prompts
 from specctl.stats import collect
 from specctl.training.ensure import Artefacts
@@ -166,7 +167,7 @@ def _refuse_chat(config: RunConfig) -> None:
 
 def chat_template(artefacts: Artefacts) -> ChatTemplate | None:
     """The target's chat template where the config asks for it. Raises UsageError where there is none."""
-    return ChatTemplate.load(artefacts.model_folder("target")) if artefacts.config.chat else None
+    return open_files(artefacts.model_folder("target")).chat_template() if artefacts.config.chat else None
 
 
 def encoder_of(artefacts: Artefacts) -> Callable[[str], list[int]]:

@@ -13,9 +13,11 @@ from specctl.config import Backend, RuntimeConfig
 from specctl.errors import UsageError
 from specctl.models.checkpoint import load_checkpoint
 from specctl.models.compiled import CompiledLlama
-from specctl.models.families import CONFIG, read_config, read_shape, why_not_native
+from specctl.models.families import read_shape, why_not_native
+from specctl.models.files import is_gguf
 from specctl.models.hf import HFModel, HFModule
 from specctl.models.hf import load_module as load_hf
+from specctl.models.hf_folder import CONFIG, read_config
 from specctl.models.kernel.decoder import KernelDecoder, why_not_kernel
 from specctl.models.llama import Llama
 from specctl.models.llama_decoder import LlamaDecoder
@@ -25,8 +27,12 @@ Module = Llama | HFModule  # what is loaded, frozen, and can teach
 
 
 def choose_backend(folder: Path, wanted: Backend) -> tuple[Backend, str | None]:
-    """(native or transformers, why not native if it is not). A folder without a config is left to the loader."""
+    """(native or transformers, why not native if it is not). What has no config.json is left to the loader."""
     if wanted == "transformers":
+        if is_gguf(folder):
+            raise UsageError(
+                f"runtime.backend: {folder} is a GGUF file, which only the native decoder reads; leave it out"
+            )
         return "transformers", "runtime.backend asks for it"
     if wanted == "native" or not (folder / CONFIG).is_file():
         return "native", None

@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from specctl.errors import UsageError
-from specctl.models.families import CONFIG, config_of, read_shape
+from specctl.models.families import config_of, read_shape
+from specctl.models.files import open_files
+from specctl.models.gguf_weights import GgufWeights
+from specctl.models.hf_folder import CONFIG
 from specctl.models.llama import Llama, LlamaShape
 from specctl.models.weights import Weights, refuse_difference
-from specctl.run_folder import fingerprint, read_json, write_atomic, write_json
+from specctl.run_folder import fingerprint, write_atomic, write_json
 
 _SAMPLED = 1024  # values of a tensor that its fingerprint looks at
 _EXACT_FLOATS = 2**24  # whole numbers that float32 can tell apart
@@ -38,13 +40,13 @@ def save_checkpoint(module: Llama, folder: Path, end_of_text: int | None) -> Non
     write_json(folder / "generation_config.json", special)
 
 
-def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Llama:
-    """Load a folder written here or any folder of a family that `families` knows; float32 unless `dtype` is given.
+def load_checkpoint(path: Path, dtype: torch.dtype | None = None) -> Llama:
+    """Load a folder or a GGUF file of a family that `families` knows; float32 unless `dtype` is given.
 
     At its peak it holds the weights once, and one tensor more. float64 weights stay float64 without a `dtype`.
     Raises UsageError naming the file and the cause: missing, truncated, foreign or incomplete.
     """
-    shape, weights = open_checkpoint(folder)
+    shape, weights = open_checkpoint(path)
     dtype = dtype or (torch.float64 if weights.dtypes["model.norm.weight"] == torch.float64 else torch.float32)
     with torch.device("meta"):
         module = Llama(shape)
@@ -56,18 +58,24 @@ def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Llama:
     return module
 
 
-def open_checkpoint(folder: Path) -> tuple[LlamaShape, Weights]:
-    """The shape of a folder and its weights, still on disk but all there; reading them builds a model piece by piece.
+def open_checkpoint(path: Path) -> tuple[LlamaShape, Weights | GgufWeights]:
+    """The shape of a folder or GGUF file and its weights, still on disk but all there.
 
-    Raises UsageError as `load_checkpoint` does, before any tensor is read.
+    Reading them builds a model piece by piece. Raises UsageError as `load_checkpoint` does, before any tensor is read.
     """
-    shape = read_shape(folder)
-    weights = Weights(folder)
+    shape = read_shape(path)
+    weights = open_files(path).weights(shape)
     if shape.tie_word_embeddings:
         weights.share("model.embed_tokens.weight", "lm_head.weight")
     with torch.device("meta"):
         expected = {name: tuple(weight.shape) for name, weight in Llama(shape).state_dict().items()}
-    refuse_difference(weights.path, expected, weights.shapes)
+    names = {name: weights.stored_name(name) for name in (*expected, *weights)}
+    refuse_difference(
+        weights.path,
+        {names[name]: shape for name, shape in expected.items()},
+        {names[name]: shape for name, shape in weights.shapes.items()},
+        weights.described_by,
+    )
     return shape, weights
 
 
@@ -89,15 +97,6 @@ def _spread(length: int, most: int) -> Tensor:
     return torch.arange(most) * (length - 1) // (most - 1)
 
 
-def end_tokens(folder: Path) -> frozenset[int]:
-    """The end tokens that generation_config.json, or else config.json, names."""
-    for name in ("generation_config.json", CONFIG):
-        if (folder / name).is_file():
-            config = read_json(folder / name)
-            value = config.get("eos_token_id") if isinstance(config, dict) else None
-            if value is not None:
-                ids = value if isinstance(value, list) else [value]
-                if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-                    raise UsageError(f"{folder / name}: eos_token_id is {value!r}; it must be one or more token ids")
-                return frozenset(ids)
-    return frozenset()
+def end_tokens(path: Path) -> frozenset[int]:
+    """The end tokens that a folder, or a GGUF file, names."""
+    return open_files(path).end_tokens()

@@ -6,7 +6,6 @@ ignored. A sliding window shorter than the context caps the context, since insid
 full attention. Defaults are those of `transformers`. Knows nothing about weights.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,16 +13,17 @@ from typing import Any
 
 from specctl.errors import UsageError
 from specctl.models.fields import Fields
+from specctl.models.files import open_files
+from specctl.models.hf_folder import CONFIG
 from specctl.models.llama import LlamaShape, RopeScaling
-from specctl.run_folder import read_json
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-CONFIG = "config.json"
 
 
-def read_shape(folder: Path) -> LlamaShape:
-    """The shape that a folder's config.json describes; UsageError, naming file and field, where it does not."""
-    config, path = read_config(folder), folder / CONFIG
+def read_shape(path: Path) -> LlamaShape:
+    """The shape that a folder's config.json, or a GGUF file, describes; UsageError, naming file and field, if none."""
+    files = open_files(path)
+    config, path = files.config(), files.config_path
     reason = why_not_native(config)
     if reason:
         raise UsageError(f"{path} {reason}, which the native decoder does not read (it reads {', '.join(FAMILIES)})")
@@ -32,18 +32,7 @@ def read_shape(folder: Path) -> LlamaShape:
 
 def is_native(folder: Path) -> bool:
     """Whether the native decoder reads the architecture in a folder; UsageError without a config.json to ask."""
-    return why_not_native(read_config(folder)) is None
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder; UsageError naming it where it is missing, broken or no object."""
-    path = folder / CONFIG
-    if not path.is_file():
-        raise UsageError(f"{path} is missing; a checkpoint folder holds {CONFIG} and model.safetensors")
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise UsageError(f"{path} holds {json.dumps(config)[:40]}; a {CONFIG} is an object with a model_type")
-    return config
+    return why_not_native(open_files(folder).config()) is None
 
 
 def why_not_native(config: Mapping[str, Any]) -> str | None:

@@ -5,24 +5,29 @@ nor torch.
 """
 
 import contextlib
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 from specctl.errors import SpecctlError, UsageError
+from specctl.models.gguf_file import SUFFIX
 from specctl.run_folder import read_json
 
+CONFIG = "config.json"
 _FILES = ["*.json", "*.safetensors", "*.model", "tokenizer*", "vocab*", "merges.txt"]
 _CODE_AND_PICKLES = ["*.py", "*.bin", "*.pt", "*.pth", "*.pickle", "*.pkl"]
 
 
 def find_folder(path: str) -> Path:
-    """The folder that a `path:` names: on this machine, or, for an `owner/name` that is none, from the hub.
+    """The folder or GGUF file that a `path:` names: here, or, for an `owner/name` that is neither, from the hub.
 
     What the hub's cache holds whole is taken as it is. Raises UsageError or SpecctlError, one line, where
     it cannot be had.
     """
     folder = Path(path)
+    if folder.suffix == SUFFIX and not folder.exists():
+        raise UsageError(f"the model file {folder} does not exist")
     if folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
         return folder
     try:
@@ -55,6 +60,19 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder; UsageError naming it where it is missing, broken or no object."""
+    path = folder / CONFIG
+    if not path.is_file():
+        inside = next(iter(sorted(folder.glob(f"*{SUFFIX}"))), None)
+        hint = f"; for the GGUF file in it, give {inside}" if inside else ""
+        raise UsageError(f"{path} is missing; a checkpoint folder holds {CONFIG} and model.safetensors{hint}")
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} holds {json.dumps(config)[:40]}; a {CONFIG} is an object with a model_type")
+    return config
+
+
 def check_folder(folder: Path) -> str:
     """The model_type of a folder of safetensors weights. Raises UsageError, naming the file, for any other."""
     kind = _model_type(folder)
@@ -70,7 +88,7 @@ def check_folder(folder: Path) -> str:
 
 
 def _model_type(folder: Path) -> str:
-    path = folder / "config.json"
+    path = folder / CONFIG
     if not path.is_file():
         raise UsageError(f"{path} is missing; a checkpoint folder holds config.json and safetensors weights")
     config = read_json(path)

@@ -27,6 +27,8 @@ class Weights(Mapping[str, Tensor]):
     path: the file that messages name. shapes, dtypes: of every tensor, known without reading one.
     """
 
+    described_by = "config.json"
+
     def __init__(self, folder: Path, single: str = SINGLE) -> None:
         """Open a folder's shards, or its one file. Raises UsageError naming the file and the cause."""
         self.path = folder / single
@@ -54,6 +56,10 @@ class Weights(Mapping[str, Tensor]):
             if name in self and other not in self:
                 self.shapes[other], self.dtypes[other] = self.shapes[name], self.dtypes[name]
                 self._places[other] = self._places[name]
+
+    def stored_name(self, name: str) -> str:
+        """What the files call a tensor."""
+        return name
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read(name, self.dtypes[name])
@@ -134,12 +140,17 @@ def _missing(path: Path) -> str:
     return f"{path} is missing; {pickles[0]} is a pickle and is not read; convert it: python -c {shlex.quote(code)}"
 
 
-def refuse_difference(path: Path, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raise UsageError for tensors (shapes by name) that are missing, foreign or of another shape."""
+def refuse_difference(
+    path: Path, expected: Mapping[str, Any], found: Mapping[str, Any], described_by: str = "config.json"
+) -> None:
+    """Raise UsageError for tensors (shapes by name) that are missing, foreign or of another shape.
+
+    described_by: what says how they should be.
+    """
     problems = [f"lacks {name}" for name in expected if name not in found]
     problems += [f"has the foreign tensor {name}" for name in found if name not in expected]
     problems += [
-        f"has {name} of shape {list(found[name])}, config.json says {list(shape)}"
+        f"has {name} of shape {list(found[name])}, {described_by} says {list(shape)}"
         for name, shape in expected.items()
         if name in found and found[name] != shape
     ]

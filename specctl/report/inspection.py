@@ -30,6 +30,14 @@ def models_table(inspection: Inspection) -> Sheet[ModelFacts]:
     )
 
 
+def storage_line(model: ModelFacts) -> str | None:
+    """How the tensors of a model lie on disk, where that is in more than one way; None where it is in one."""
+    if len(model.storage) < 2:
+        return None
+    parts = [f"{part.num_tensors:,} tensors in {part.dtype} ({_size(part.num_bytes)})" for part in model.storage]
+    return f"{model.name}: {_size(model.bytes_on_disk)} on disk: {', '.join(parts)}"
+
+
 def pair_line(pair: PairFacts) -> str:
     """Whether a draft can speculate with the target, and why."""
     can = "can" if pair.can_speculate else "CANNOT"

@@ -32,6 +32,7 @@ from specctl.errors import UsageError
 from specctl.hardware import num_cores
 from specctl.models.backend import Module, choose_backend, load_module
 from specctl.models.checkpoint import open_checkpoint, weights_fingerprint
+from specctl.models.files import open_files
 from specctl.models.hf_folder import find_folder
 from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads
@@ -135,7 +136,7 @@ class Artefacts:
         if name == "target" or not isinstance(source, DraftModelConfig) or not source.path:
             return self.tokenizer
         if name not in self._tokenizers:
-            self._tokenizers[name] = Tokenizer.load(self.model_folder(name))
+            self._tokenizers[name] = open_files(self.model_folder(name)).tokenizer()
         return self._tokenizers[name]
 
     def heads(self, name: str) -> MedusaHeads:
@@ -198,7 +199,7 @@ class Artefacts:
         return module
 
     def _check_tokenizer(self, name: str, folder: Path) -> None:
-        if not folder.is_dir():
+        if not folder.exists():
             raise UsageError(f"{name}: the checkpoint folder {folder} does not exist")
         other, source = self._tokenizer_of(name), self._source(name)
         if other.fingerprint() == self.tokenizer.fingerprint():

@@ -27,6 +27,7 @@ from specctl.corpus import (
 from specctl.errors import Interrupted, UsageError
 from specctl.models.backend import Module, writer
 from specctl.models.checkpoint import end_tokens
+from specctl.models.files import open_files
 from specctl.models.vocabulary import trimmed
 from specctl.progress import Progress
 from specctl.prompts import Prompt, fingerprint_prompts, read_prompts
@@ -66,7 +67,7 @@ class RunText:
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer: the target folder's where target.path is given, else trained here."""
         if self._config.target.path:
-            return Tokenizer.load(self._target_folder())
+            return open_files(self._target_folder()).tokenizer()
         corpus, vocab_size = self._config.tokenizer.corpus or self.target_corpus, self._config.tokenizer.vocab_size
         source, surveyed = self._config.corpora[corpus], self._survey(corpus)
         recipe = {
