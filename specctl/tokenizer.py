@@ -77,7 +77,6 @@ class Tokenizer:
             raise UsageError(f"cannot read tokenizer {path}: {error.strerror or error}") from error
         except Exception as error:  # the library raises plain Exception for everything that it cannot parse
             raise UsageError(f"{path} is not a tokenizer ({error}): it may be truncated or foreign") from error
-        _complete(backend, folder)
         return cls(backend, _find_end_token(folder, backend))
 
     def save(self, folder: Path) -> None:
@@ -330,19 +329,6 @@ class TextStream:
         if self._tokenizer.has_fixed_bytes:
             return self._bytes.decode(b"", final=True)
         return self._piece()
-
-
-def _complete(backend: "tokenizers.Tokenizer", folder: Path) -> None:
-    """Let the token that begins a text do so where tokenizer_config.json alone says it, as transformers does."""
-    path = folder / "tokenizer_config.json"
-    config = read_json(path) if backend.post_processor is None and path.is_file() else {}
-    token = config.get("bos_token") if isinstance(config, dict) and config.get("add_bos_token") is True else None
-    token = token.get("content") if isinstance(token, dict) else token
-    if isinstance(token, str) and (token_id := backend.token_to_id(token)) is not None:
-        from tokenizers import processors
-
-        special = [(token, token_id)]
-        backend.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=special)
 
 
 def _find_end_token(folder: Path, backend: "tokenizers.Tokenizer") -> str | None:

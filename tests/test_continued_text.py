@@ -1,6 +1,5 @@
 """The text of what follows a prompt, and the ids that a prompt begins with: as real checkpoints have them."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -150,18 +149,6 @@ def test_an_end_token_behind_a_prompt_is_left_out(tmp_path: Path) -> None:
     ours = _loaded(_with_template("<s> $A </s>"), tmp_path)
     assert ours.encode_prompt(TEXT) == [1, *ours.encode(TEXT)]
     assert ours.added_before == ["<s>"] and ours.encode_prompt("") == []
-
-
-@pytest.mark.parametrize("adds", [True, False])
-def test_a_config_may_ask_for_the_first_token(tmp_path: Path, adds: bool) -> None:
-    _loaded(_metaspace(), tmp_path)
-    written = json.loads((tmp_path / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps({**written, "post_processor": None}))
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": adds}))
-    ours = Tokenizer.load(tmp_path)
-    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert ours.encode_prompt(TEXT) == theirs(TEXT)["input_ids"] == [*[1] * adds, *ours.encode(TEXT)]
 
 
 def test_special_tokens_in_a_prompt_are_letters_unless_asked_for(tmp_path: Path) -> None:
