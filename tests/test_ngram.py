@@ -1,15 +1,19 @@
 """Prompt lookup: which tokens it proposes, and that the law stays the target's."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from fakes import const, enumerated_law, history, law_of, max_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_run import Tiny
 
 from specctl.chance import Chance, SeededChance
 from specctl.decoding import plain, speculative
 from specctl.drafters.ngram import NgramDrafter
+from specctl.drafters.suffixes import Suffixes
 from specctl.events import Event
 from specctl.sampling import History, SamplingLaw
 from specctl.stats import collect
@@ -45,6 +49,91 @@ def test_which_match_wins(token_ids: list[int], limit: int, expected: list[int])
 def test_a_minimum_asks_for_longer_matches() -> None:
     assert proposed(ngram(minimum=2), [2, 5, 3, 2], 2) == []
     assert proposed(ngram(minimum=1), [2, 5, 3, 2], 2) == [5, 3]
+
+
+def looked_up(token_ids: list[int], minimum: int, maximum: int) -> int | None:
+    """Where to copy from, by comparing each suffix with every place, the longest suffix and the latest place first."""
+    for length in range(min(maximum, len(token_ids) - 1), minimum - 1, -1):
+        for after in range(len(token_ids) - 1, length - 1, -1):
+            if token_ids[after - length : after] == token_ids[-length:]:
+                return after
+    return None
+
+
+def repeating(unit: list[int], count: int, slips: dict[int, int]) -> list[int]:
+    text = (unit * count)[:60]
+    return [slips.get(place, token_id) for place, token_id in enumerate(text)]
+
+
+def texts() -> st.SearchStrategy[list[int]]:
+    """Of few different tokens, and those that repeat a unit but for some slips."""
+    token = st.integers(0, 2)
+    units = st.lists(token, min_size=1, max_size=7)
+    slips = st.dictionaries(st.integers(0, 59), token, max_size=4)
+    repeated = st.builds(repeating, units, st.integers(1, 40), slips)
+    return st.one_of(st.lists(token, min_size=1, max_size=60), repeated)
+
+
+@settings(max_examples=400, deadline=None)
+@given(texts(), st.lists(st.integers(1, 9), max_size=60), st.integers(1, 5), st.sampled_from([0, 1, 2, 4, 11, 500]))
+def test_the_latest_place_of_the_longest_suffix_is_found(
+    text: list[int], chunks: list[int], minimum: int, wider: int
+) -> None:
+    """However many tokens come at a time, and for suffixes of any lengths."""
+    drafter = ngram(minimum, minimum + wider)
+    length = min(len(text), chunks[0] if chunks else 1)
+    drafter.begin(text[:length], None)
+    for chunk in [0, *chunks[1:], len(text)]:
+        length = min(len(text), length + chunk)
+        seen = text[:length]
+        after = looked_up(seen, minimum, minimum + wider)
+        for limit in (0, 3):
+            found = drafter.propose(History(token_ids=seen, prompt_length=1), limit, SamplingLaw(), SeededChance(0))
+            assert found.ids.tolist() == ([] if after is None else seen[after : after + limit])
+
+
+def hostile(kind: str, length: int) -> list[int]:
+    if kind == "one token":
+        return [1] * length
+    if kind == "two tokens":
+        return [1, 2] * (length // 2)
+    if kind == "fibonacci":
+        before, text = [1], [1, 2]
+        while len(text) < length:
+            before, text = text, text + before
+        return text[:length]
+    stairs = [token_id for step in range(length) for token_id in [2] + [1] * step][:length]
+    return stairs if kind == "stairs" else stairs[: length // 2] * 2
+
+
+def work_and_size(text: list[int], longest: int) -> tuple[int, int]:
+    """Lines of our code run, and bytes held."""
+    num_lines = 0
+
+    def count(frame: object, event: str, argument: object) -> object:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    suffixes = Suffixes(longest)
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        suffixes.extend(text)
+    finally:
+        sys.settrace(before)
+    held = (value for name in dir(suffixes) if isinstance(value := getattr(suffixes, name), list))
+    size = sum(sys.getsizeof(values) + sum(map(sys.getsizeof, values)) for values in held)
+    return num_lines, size
+
+
+@pytest.mark.parametrize("kind", ["one token", "two tokens", "fibonacci", "stairs", "stairs twice"])
+def test_work_and_memory_grow_with_the_text_alone(kind: str) -> None:
+    """A table of all n-grams grows with the longest of them too: to 500 times as much."""
+    short, long = (work_and_size(hostile(kind, 3000), longest) for longest in (4, 500))
+    assert short[0] < 100 * 3000 and long[0] < 600 * 3000
+    assert short[1] == pytest.approx(long[1], rel=0.1)
+    assert long[1] < 1000 * 3000 and long[1] < 4 * work_and_size(hostile(kind, 1000), 500)[1]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
