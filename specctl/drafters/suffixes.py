@@ -105,7 +105,7 @@ class Suffixes:
             state = self._above[here]
 
     def _part(self, longer: int, state: int, token_id: int) -> int:
-        """A state of its own, between `longer` and its link, for the strings that go on from `state` or shorter ones."""
+        """A state of its own, between `longer` and its link, for strings that go on from `state` and up its links."""
         shorter = len(self._length)
         self._add_state(self._length[state] + 1, self._next[longer].copy())
         self._link[shorter], self._path[shorter] = self._link[longer], self._path[longer]
