@@ -302,11 +302,13 @@ def test_what_two_processes_build_at_once_is_whole_at_any_time(
         monkeypatch.setattr(shutil, "copyfile", whole)
         assert library._build(compiler, name, []).builder == "c++"
         whole(source, target)
-        assert library._kept([name]).builder == "c++"
+        inodes.append((machine.kept / name).stat().st_ino)
 
+    inodes: list[int] = []
     monkeypatch.setattr(shutil, "copyfile", interrupted)
     assert library._build(compiler, name, []).builder == "c++"
     assert names(machine.kept) == [name]
+    assert (machine.kept / name).stat().st_ino != inodes[0]  # what the other one runs from is not written over
 
 
 def test_what_nobody_uses_any_more_is_removed(machine: Machine) -> None:
