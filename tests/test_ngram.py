@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from fakes import const, enumerated_law, history, law_of, max_error
+from fakes import FakeModel, const, enumerated_law, history, law_of, max_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_run import Tiny
@@ -14,7 +15,7 @@ from specctl.chance import Chance, SeededChance
 from specctl.decoding import plain, speculative
 from specctl.drafters.ngram import NgramDrafter
 from specctl.drafters.suffixes import Suffixes
-from specctl.events import Event
+from specctl.events import Event, Round
 from specctl.sampling import History, SamplingLaw
 from specctl.stats import collect
 from specctl.stopping import StopRules
@@ -162,6 +163,43 @@ def test_greedy_equals_plain_and_nothing_leaks(k: int, prompt: list[int]) -> Non
         )
     assert found == expected
     assert stats.num_new_tokens == stats.num_accepted + stats.num_closing
+
+
+def decoded(drafter: NgramDrafter, target: FakeModel, prompt: list[int], num_tokens: int = 6) -> list[Round]:
+    """Greedily, without an end token."""
+    rounds = speculative(
+        target,
+        drafter,
+        prompt,
+        num_speculative_tokens=4,
+        law=SamplingLaw(temperature=0),
+        chance=SeededChance(0),
+        stop=StopRules(max_new_tokens=num_tokens),
+    )
+    return [replace(found, **NO_TIMES) for found in rounds if isinstance(found, Round)]
+
+
+NO_TIMES = dict.fromkeys(("seconds", "draft_seconds", "verify_seconds", "accept_seconds"), 0.0)
+
+
+def test_a_target_that_never_follows_the_prompt() -> None:
+    """Case E19: 1, 1, 1 and then always 7. Drafts are rejected, no match is a plain step, later ones are accepted."""
+    target = const([float(token_id == 7) for token_id in range(8)])
+    rejected, silent, matched, last = decoded(ngram(vocab_size=8), target, [1, 1, 1])
+    assert (rejected.drafted, rejected.num_accepted, rejected.emitted) == ((1,), 0, (7,))
+    assert (silent.drafted, silent.num_drafted, silent.emitted, silent.closing) == ((), 0, (7,), "bonus")
+    assert (matched.drafted, matched.num_accepted, matched.emitted) == ((7,), 1, (7, 7))
+    assert last.emitted == (7, 7)
+    (found,) = decoded(ngram(minimum=3, vocab_size=8), target, [1, 1], num_tokens=1)  # shorter than any that is asked
+    assert (found.drafted, found.emitted) == ((), (7,))
+
+
+def test_requests_in_turn_are_drafted_as_each_alone() -> None:
+    """Case E20: A, B, A. What was drafted is compared, which a trace of another request would change."""
+    target, first, second = history(1), [0, 1, 2, 0, 1], [2, 1, 2, 1, 0, 0, 2]
+    drafter = ngram(vocab_size=3)
+    for prompt in (first, second, first):
+        assert decoded(drafter, target, prompt, 20) == decoded(ngram(vocab_size=3), target, prompt, 20)
 
 
 def test_a_repeating_text_is_drafted_whole() -> None:
