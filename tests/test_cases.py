@@ -173,8 +173,8 @@ def test_requests_leave_nothing_behind(tiny: Run, tmp_path: Path) -> None:
     """A, B, A in one process equal the same prompts alone, for every drafter."""
     prompts = ["def a", "import b", "def a"]
     (tmp_path / "three.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    for drafter in ("none", "distilled", "medusa"):
-        common = ("--json", "--drafter", drafter, "--temperature", "0")
+    for drafter in ("none", "distilled", "medusa", "lookup"):
+        common = ("--json", "--drafter", drafter, "--temperature", "0", "--set", "drafters.lookup.kind=ngram")
         together = tiny.specctl("generate", *common, "--prompts", str(tmp_path / "three.jsonl")).json["generations"]
         alone = [tiny.specctl("generate", *common, "--prompt", prompt).json["text"] for prompt in prompts]
         assert [line["text"] for line in together] == alone

@@ -5,7 +5,7 @@ from typing import Any
 from specctl.experiments.break_it import BreakIt, BreakRow, EntropyBand
 from specctl.experiments.measure import Disturbance
 from specctl.experiments.sweep_k import Sweep, SweepRow
-from specctl.report.conclusions import break_it_conclusions, sweep_conclusions
+from specctl.report.conclusions import break_it_conclusions, in_steps, sweep_conclusions
 
 
 def row(k: int, speedup: float, **fields: Any) -> SweepRow:
@@ -29,8 +29,15 @@ def test_the_best_k_its_fresh_speedup_and_what_it_costs() -> None:
         "K = 2 emits 2.00 tokens a target pass at the cost of 1.45 plain steps: 2 draft steps of 0.10, verifying 1.20, "
         "the rest 0.05; K = 4 emits 3.00 for 1.86."
     )
+    lookup = sweep_conclusions(sweep(ROWS, best_k=2, margin=0.03, cost_ratio=0.00061))[1]
+    assert "2 draft steps of 6e-4, verifying" in lookup  # no drafter is free
     longest = sweep_conclusions(sweep(ROWS, best_k=4, margin=0.05))
     assert longest[0].startswith("Best K = 4, within 5%") and longest[1].endswith("the rest 0.06.")
+
+
+def test_what_a_draft_step_costs_is_never_rounded_to_nothing() -> None:
+    shown = [in_steps(cost) for cost in (1.5, 0.036, 0.01, 0.0099, 0.0061, 0.00061, 0.0)]
+    assert shown == ["1.50", "0.04", "0.01", "1e-2", "6e-3", "6e-4", "0.00"]
 
 
 def test_a_best_k_that_may_not_beat_plain_decoding_says_so() -> None:

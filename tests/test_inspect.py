@@ -18,6 +18,7 @@ from specctl.errors import UsageError
 from specctl.experiments.inspect import Source, inspect
 from specctl.models.backend import decoder
 from specctl.models.checkpoint import save_checkpoint
+from specctl.models.kernel import library
 from specctl.models.llama import Llama
 from specctl.models.medusa import MedusaHeads, MedusaShape
 from specctl.models.medusa_checkpoint import load_heads, save_heads
@@ -149,7 +150,9 @@ def test_the_engine_that_would_run_decides(
 def test_without_a_compiler_a_cache_is_in_the_runs_dtype(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(library, "_loaded", [])
     write_model(tmp_path, tokenizer, intermediate_size=16, head_dim=16)
     answer = specctl(
         "inspect", str(tmp_path), "--json", "--set", "runtime.dtype=bfloat16", "--set", "runtime.device=cpu"

@@ -1,6 +1,5 @@
 """The C++ pass against the module, against itself bit for bit, and what happens where it cannot be built."""
 
-import contextlib
 import copy
 import os
 import subprocess
@@ -22,7 +21,7 @@ from specctl.errors import NumericalError, SpecctlError, UsageError
 from specctl.events import Round
 from specctl.experiments.verify.verdict import allowed_gap
 from specctl.models import backend
-from specctl.models.kernel import layout, library
+from specctl.models.kernel import layout
 from specctl.models.kernel.decoder import KernelDecoder, KernelSession, why_not_kernel
 from specctl.models.llama import Llama, RopeScaling
 from specctl.models.llama_decoder import LlamaDecoder
@@ -317,114 +316,6 @@ def test_what_it_does_not_take_is_said() -> None:
     assert "CPU" in str(why_not_kernel(shape, torch.float32, torch.device("cuda")))
     assert "not float64" in str(why_not_kernel(shape, torch.float64, CPU))
     assert "multiples of 8" in str(why_not_kernel(model(head_dim=8).shape, torch.float32, CPU))
-
-
-# ---- Building it ----
-
-
-@pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing built and nothing remembered; the folder that libraries are kept in."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.load.cache_clear()
-    library._path.cache_clear()
-    yield tmp_path / "specctl"
-    library.load.cache_clear()
-    library._path.cache_clear()
-
-
-def no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str | None) -> None:
-    if script is None:
-        monkeypatch.setenv("PATH", str(folder))
-        monkeypatch.delenv("CXX", raising=False)
-    else:
-        compiler = folder / "broken"
-        compiler.write_text(f"#!/bin/sh\n{script}\n")
-        compiler.chmod(0o755)
-        monkeypatch.setenv("CXX", str(compiler))
-
-
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        (None, "there is no C"),
-        ("echo no such flag >&2; exit 1", "failed: no such flag"),
-        ('test "$1" = --version || echo unknown processor >&2; test "$1" = --version', "failed: unknown processor"),
-        ("exit 0", "could not be built"),  # says that it did, and did not
-    ],
-    ids=["none", "no version", "fails", "lies"],
-)
-def test_without_a_compiler_torch_runs_the_passes_and_it_is_said(
-    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, reason: str
-) -> None:
-    no_compiler(tmp_path, monkeypatch, script)
-    lines: list[str] = []
-    made = backend.decoder(model(), "target", dtype=torch.float32, device=CPU, narrate=lines.append)
-    assert isinstance(made, LlamaDecoder)
-    assert reason in lines[-1] and "target runs through torch's operators" in lines[-1]
-    with pytest.raises(UsageError, match=reason):
-        backend.decoder(model(), "target", dtype=torch.float32, device=CPU, kernel=True)
-    assert not list(fresh.glob("*.so"))
-
-
-def test_a_compiler_that_is_not_there_is_named(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no-such-compiler" in str(why_not_kernel(model().shape, torch.float32, CPU))
-
-
-def test_it_is_built_once_and_told(fresh: Path) -> None:
-    lines: list[str] = []
-    if reason := why_not_kernel(model().shape, torch.float32, CPU, lines.append):
-        pytest.skip(reason)
-    assert "building the kernel" in lines.pop()
-    (built,) = fresh.iterdir()
-    library.load.cache_clear()
-    before = built.stat().st_mtime_ns
-    assert why_not_kernel(model().shape, torch.float32, CPU, lines.append) is None
-    assert list(fresh.iterdir()) == [built] and built.stat().st_mtime_ns == before and not lines
-
-
-def test_a_broken_library_is_built_again(fresh: Path) -> None:
-    with contextlib.suppress(library.KernelUnavailable):
-        library._path(library._compiler()).write_bytes(b"broken")
-    decoder(model())  # skips where there is no compiler
-    (built,) = fresh.iterdir()
-    assert built.stat().st_size > 6
-
-
-def test_each_processor_source_and_compiler_has_a_library_of_its_own(
-    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = tmp_path / "compiler"
-
-    def path(version: str = "1.0") -> Path:
-        compiler.write_text(f"#!/bin/sh\necho {version}\n")
-        compiler.chmod(0o755)
-        library._path.cache_clear()
-        return library._path(str(compiler))
-
-    first = path()
-    assert path() == first and first.parent == fresh
-    found = [first, path("1.1")]
-    for name, changed in (
-        ("_processor", lambda: b"another"),
-        ("_flags", lambda: ["-O0"]),
-        ("_SOURCES", library._SOURCES[:1]),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(library, name, changed)
-            found.append(path())
-    assert len(set(found)) == 5 and path() == first
-
-
-def test_a_processor_is_told_by_what_it_can_do_and_not_by_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    def processor(**lines: str) -> bytes:
-        info = {"model name": "A", "cpu MHz": "2000.1", "flags": "sse avx2", **lines}
-        monkeypatch.setattr(Path, "read_text", lambda *_, **__: "".join(f"{k}\t: {v}\n" for k, v in info.items()) * 2)
-        return library._processor()
-
-    assert processor() == processor(**{"cpu MHz": "3100.7"})
-    assert len({processor(), processor(flags="sse avx2 avx512f"), processor(**{"model name": "B"})}) == 3
 
 
 def test_it_can_be_left_out_or_asked_for() -> None:

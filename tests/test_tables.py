@@ -246,6 +246,12 @@ def check(sheet: Sheet[Any], shown: str) -> None:
     assert not extra, extra
 
 
+def test_the_cost_of_a_lookup_is_shown() -> None:
+    result = break_it("ngram")
+    sheet = break_it_table(replace(result, rows=[replace(result.rows[0], cost_ratio=0.0021)]))
+    assert "2e-3" in [column.cell(sheet.rows[0]) for column in sheet.columns if column.heading == "c"]
+
+
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_a_terminal_of_any_width(sheet: Sheet[Any], columns: int) -> None:
     shown = on_terminal(sheet, columns)

@@ -33,6 +33,14 @@ def break_it_conclusions(result: BreakIt) -> list[str]:
     return [*said, *_disagreement(apart), *_disturbed(result.disturbance), *([result.note] if result.note else [])]
 
 
+def in_steps(cost_ratio: float) -> str:
+    """The cost of a draft step in target steps; one that is next to nothing, as a lookup's, by its size: 6e-4."""
+    if cost_ratio == 0 or cost_ratio >= 0.01:
+        return f"{cost_ratio:.2f}"
+    digit, exponent = f"{cost_ratio:.0e}".split("e")
+    return f"{digit}e{int(exponent)}"
+
+
 # ---- The sweep ----
 
 
@@ -73,7 +81,7 @@ def _cost(sweep: Sweep, k: int) -> str:
 
     text = (
         f"K = {k} emits {rows[k].mean_acceptance_length:.2f} tokens a target pass at the cost of {cost(k):.2f} plain "
-        f"steps: {k} draft step{'s' if k > 1 else ''} of {sweep.cost_ratio:.2f}, verifying "
+        f"steps: {k} draft step{'s' if k > 1 else ''} of {in_steps(sweep.cost_ratio)}, verifying "
         f"{sweep.verify_cost[k + 1]:.2f}, the rest {sweep.overhead[k]:.2f}"
     )
     longest = sweep.rows[-1]
@@ -99,7 +107,7 @@ def _verdict(row: BreakRow) -> str:
     if row.speedup < 1 and row.cause == "agreement":
         cause = "low agreement, "
     elif row.speedup < 1 and row.cause == "draft cost":
-        cause = f"costly draft, {row.cost_ratio:.2f} target steps a token, "
+        cause = f"costly draft, {in_steps(row.cost_ratio or 0)} target steps a token, "
     text += f"; {cause}alpha {row.expected_acceptance:.2f}, {needed}"
     if row.predicted_speedup is not None:
         text += f"; predicted {_times(row.predicted_speedup, row.predicted_interval)}"

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from specctl.report.conclusions import in_steps
 from specctl.report.layout import Column, Sheet
 from specctl.report.lossy import labelled
 
@@ -112,7 +113,7 @@ def break_it_table(result: BreakIt) -> Sheet[BreakRow]:
             Column("alpha", lambda row: _plain(row.expected_acceptance)),
             Column("break-\neven", lambda row: _plain(row.break_even_alpha)),
             _LENGTH,
-            Column("c", lambda row: _plain(row.cost_ratio)),
+            Column("c", lambda row: "-" if row.cost_ratio is None else in_steps(row.cost_ratio)),
             _SPEED,
             Column("predicted", _predicted, wide=True),
             _PREDICTED_INTERVAL,

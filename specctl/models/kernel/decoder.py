@@ -50,7 +50,7 @@ def why_not_kernel(
         if build and not is_built:
             narrate("building the kernel for this processor, once; it takes seconds")
         if build or is_built:
-            library.load()
+            library.load(narrate)
     except library.KernelUnavailable as error:
         return str(error)
     return None
