@@ -9,6 +9,7 @@ prompt was given that id. Knows nothing of tokens.
 
 import json
 import random
+import stat
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,9 +67,22 @@ def _made_id(number: int, given: Collection[str]) -> str:
     return made
 
 
+_piped: dict[tuple[int, int], bytes] = {}  # what pipes gave, which give it once, by device and inode
+
+
+def _read_bytes(path: Path) -> bytes:
+    found = path.stat()
+    if stat.S_ISREG(found.st_mode):
+        return path.read_bytes()
+    key = (found.st_dev, found.st_ino)
+    if key not in _piped:
+        _piped[key] = path.read_bytes()
+    return _piped[key]
+
+
 def _read_lines(path: Path) -> list[str]:
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = _read_bytes(path).decode("utf-8")
     except FileNotFoundError:
         raise UsageError(f"prompts {path} does not exist; name a file with one prompt a line") from None
     except OSError as error:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from specctl import locks
 from specctl.errors import SpecctlError, UsageError
 
 
@@ -137,9 +138,10 @@ RECIPE = "recipe.json"
 def replacing(folder: Path, recipe: dict[str, Any], *, keep_previous: bool = False) -> Iterator[Path]:
     """Yield an empty folder that takes `folder`'s place, recipe and all, when the block ends well.
 
-    With `keep_previous` the folder that stood there becomes `NAME.previous`, else it is removed. A
-    process killed at any moment leaves the old folder or the new one, never a mixture; killed between
-    the two renames, the new one, whose second rename `read_recipe` then makes.
+    With `keep_previous` the folder that stood there becomes `NAME.previous`, else it is removed; of a link to a
+    folder that is the link, and what it leads to is left alone. A process killed at any moment leaves the old folder
+    or the new one, never a mixture; killed between the two renames, the new one, whose second rename `read_recipe`
+    then makes.
     """
     with _alone_in(folder.parent):
         yield from _replace(folder, recipe, keep_previous)
@@ -147,35 +149,47 @@ def replacing(folder: Path, recipe: dict[str, Any], *, keep_previous: bool = Fal
 
 def _replace(folder: Path, recipe: dict[str, Any], keep_previous: bool) -> Iterator[Path]:
     new, old = _new(folder), folder.with_name(f"{folder.name}.previous" if keep_previous else f".{folder.name}.old")
-    shutil.rmtree(new, ignore_errors=True)
+    _remove_folder(new)
     try:
         new.mkdir(parents=True)
         yield new
         write_json(new / RECIPE, recipe)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        if os.path.lexists(folder):
+            _remove_folder(old)
             folder.rename(old)
         new.rename(folder)
         _sync_names(folder.parent)
     except OSError as error:
         raise _refused(folder, error) from error
     finally:
-        shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(folder.with_name(f".{folder.name}.old"), ignore_errors=True)
+        _remove_folder(new)
+    _remove_folder(folder.with_name(f".{folder.name}.old"))
+
+
+def _remove_folder(folder: Path) -> None:
+    """As far as that can be done; of a link the link alone."""
+    with contextlib.suppress(OSError):
+        if folder.is_symlink() or folder.is_file():
+            folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def refuse_fixed(folder: Path) -> None:
+    """Raise UsageError for a folder that `replacing` could not rename, before anything is made for it."""
+    if folder.is_mount():
+        raise UsageError(f"{folder} is a mount point and cannot be replaced; mount the run folder instead")
 
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other process replaces a folder in here, and keep the others waiting."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
+    """Wait until no other process renames in here, and keep the others waiting."""
+    if os.name == "nt":  # which opens no folders
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        locks.take(handle)
         yield
     finally:
         os.close(handle)
@@ -187,10 +201,29 @@ def _new(folder: Path) -> Path:
 
 def read_recipe(folder: Path) -> dict[str, Any] | None:
     """What `folder` was made from, None where nothing whole lies there."""
-    if not folder.exists() and (_new(folder) / RECIPE).is_file():  # the recipe is written last: it is whole
-        _new(folder).rename(folder)
+    found = _recipe_in(folder)
+    if found is not None:
+        return found
+    if _is_whole(_new(folder)):
+        with _alone_in(folder.parent):  # or whoever is just about to rename it would find it gone
+            if not folder.exists() and _is_whole(_new(folder)):
+                _new(folder).rename(folder)
+                _sync_names(folder.parent)
+    return _recipe_in(folder)
+
+
+def _recipe_in(folder: Path) -> dict[str, Any] | None:
     path = folder / RECIPE
-    return read_object(path) if path.is_file() else None
+    try:
+        return read_object(path) if path.is_file() else None
+    except UsageError:
+        if path.is_file():
+            raise
+        return None  # it was being replaced
+
+
+def _is_whole(new: Path) -> bool:
+    return (new / RECIPE).is_file()  # it is written last
 
 
 def differences(found: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specctl.background import interruptible_call
 from specctl.errors import UsageError
 from specctl.run_folder import read_json, write_atomic, write_json
 
@@ -28,6 +29,8 @@ KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 _SPACE = "\u2581"  # what SentencePiece writes for a space
 _WINDOW = 8  # tokens before a new one that its text may depend on, in vocabularies without fixed bytes
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_LONGEST_RUN = 1000  # characters that a tokenizer is trained on as one word, at most
+_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_LONGEST_RUN},}}|(?<!\s)\s{{{_LONGEST_RUN},}}")
 
 
 class Tokenizer:
@@ -44,7 +47,7 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int, progress: bool = False) -> "Tokenizer":
         """Learn at most `vocab_size` entries from `texts`; 257 means bytes and the end-of-text token.
 
-        A short text may hold fewer merges than were asked for: `vocab_size` of the result tells.
+        A short text may hold fewer merges than were asked for: `vocab_size` of the result tells. Ctrl+C is heard.
         Raises UsageError below 257.
         """
         if vocab_size < SMALLEST_VOCABULARY:
@@ -62,7 +65,7 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=progress,
         )
-        backend.train_from_iterator(texts, trainer)
+        interruptible_call(lambda pieces: backend.train_from_iterator(pieces, trainer), _bounded(texts))
         return cls(backend, END_OF_TEXT)
 
     @classmethod
@@ -329,6 +332,22 @@ class TextStream:
         if self._tokenizer.has_fixed_bytes:
             return self._bytes.decode(b"", final=True)
         return self._piece()
+
+
+def _bounded(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts, cut where a run without a blank, or of blanks alone, has reached _LONGEST_RUN characters.
+
+    Training takes time by the square of the longest word, and DNA is one word from end to end. Merges across a cut
+    are not counted, which text with words never feels. Encoding is not concerned.
+    """
+    for text in texts:
+        start = 0
+        for run in _LONG_RUN.finditer(text):
+            for end in range(run.start() + _LONGEST_RUN, run.end() + 1, _LONGEST_RUN):
+                yield text[start:end]
+                start = end
+        if start < len(text):
+            yield text[start:]
 
 
 def _find_end_token(folder: Path, backend: "tokenizers.Tokenizer") -> str | None:

@@ -12,7 +12,7 @@ import specctl
 
 PACKAGE = Path(specctl.__file__).parent
 ROWS = (
-    ("errors", "events", "theory", "hardware", "progress"),
+    ("errors", "events", "theory", "hardware", "progress", "background", "locks"),
     ("config", "config_file"),
     ("run_folder", "builtin_text", "documents", "corpus", "tokenizer", "chat", "prompts", "config_starter"),
     ("models",),

@@ -9,7 +9,8 @@ from tiny_run import Answer, Tiny
 
 from specctl.errors import SpecctlError, UsageError
 from specctl.experiments import generate_file as module
-from specctl.experiments.generate_file import generate_file, recipe_path
+from specctl.experiments.generate_file import generate_file
+from specctl.experiments.output_file import open_output, recipe_path
 from specctl.experiments.workload import workload
 from specctl.prompts import Prompt, choose, hold_out, read_prompts
 
@@ -272,8 +273,9 @@ def test_a_full_disk_is_one_line(tiny: Tiny, tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "generate", full)
-    with pytest.raises(SpecctlError, match=r"No space left on device; what is done stays"):
-        generate_file(tiny.pair(), [prompt("1")], tmp_path / "out.jsonl")
+    refused = pytest.raises(SpecctlError, match=r"No space left on device; what is done stays, and the same command")
+    with refused, open_output(tmp_path / "out.jsonl") as output:
+        generate_file(tiny.pair(), [prompt("1")], output)
 
 
 def test_draws_depend_on_seed_and_place_alone(tiny: Tiny, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import stat
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -182,3 +183,57 @@ def test_remove_takes_the_rest_of_killed_writes_with_it(tmp_path: Path) -> None:
     run_folder.remove(tmp_path / "state")
     run_folder.remove(tmp_path / "state")
     assert [path.name for path in tmp_path.iterdir()] == [".other.ff.tmp"]
+
+
+def test_a_reader_that_comes_between_the_last_two_steps_of_a_first_write_disturbs_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader in the moment when the new folder is whole and has not yet its name."""
+    folder, found = tmp_path / "thing", list[dict[str, Any] | None]()
+    readers: list[Thread] = []
+    rename = Path.rename
+
+    def slowly(self: Path, target: Path) -> Path:
+        if self.name == ".thing.new" and not readers:
+            readers.append(Thread(target=lambda: found.append(run_folder.read_recipe(folder))))
+            readers[0].start()
+            readers[0].join(0.5)  # one that waits for no lock is done by then
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", slowly)
+    with run_folder.replacing(folder, {"version": 1}):
+        pass
+    readers[0].join(60)
+    assert found == [{"version": 1}] and [path.name for path in tmp_path.iterdir()] == ["thing"]
+
+
+@pytest.mark.parametrize("keep_previous", [True, False])
+def test_a_link_is_replaced_again_and_again_and_what_it_leads_to_is_left_alone(
+    tmp_path: Path, keep_previous: bool
+) -> None:
+    away, folder = tmp_path / "away", tmp_path / "run" / "thing"
+    write_json(away / "recipe.json", {"version": -1})
+    folder.parent.mkdir()
+    folder.symlink_to(away)
+    for version in range(3):
+        with run_folder.replacing(folder, {"version": version}, keep_previous=keep_previous):
+            pass
+        assert run_folder.read_recipe(folder) == {"version": version}
+        previous = run_folder.read_recipe(folder.with_name("thing.previous"))
+        assert previous == ({"version": version - 1} if keep_previous else None)
+    assert run_folder.read_recipe(away) == {"version": -1}
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["thing", "thing.previous"][: 1 + keep_previous]
+
+
+def test_a_link_that_leads_nowhere_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thing").symlink_to(tmp_path / "gone")
+    with run_folder.replacing(tmp_path / "thing", {"version": 1}):
+        pass
+    assert run_folder.read_recipe(tmp_path / "thing") == {"version": 1}
+
+
+def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_folder.refuse_fixed(tmp_path)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    with pytest.raises(UsageError, match="is a mount point"):
+        run_folder.refuse_fixed(tmp_path)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specctl import tokenizer as tokenizer_module
 from specctl.errors import UsageError
 from specctl.tokenizer import END_OF_TEXT, TextStream, Tokenizer
 
@@ -28,6 +29,25 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def byte_tokenizer() -> Tokenizer:
     return Tokenizer.train([CODE], 257)
+
+
+def test_only_words_without_an_end_are_cut_for_training() -> None:
+    """Training takes time by the square of the longest word."""
+    cut = tokenizer_module._bounded
+    texts = [CODE, "", "x" * 999 + " " + "y" * 999, " " * 999]
+    assert list(cut(texts)) == [text for text in texts if text]
+    dna = "".join(random.Random(0).choices("ACGT", k=2500))
+    for text in (dna, f"two words {dna} and two", "a" + " " * 2500 + "b"):
+        pieces = list(cut([text]))
+        assert "".join(pieces) == text and len(pieces) == 3
+        assert max(len(run) for piece in pieces for run in piece.split()) <= 1000
+
+
+def test_text_without_blanks_is_learned_as_any_other() -> None:
+    dna = "".join(random.Random(0).choices("ACGT", k=20_000))
+    trained = Tokenizer.train([dna], 300)
+    assert trained.vocab_size == 300 and trained.decode(trained.encode(dna)) == dna
+    assert max(map(len, map(trained.token_bytes, range(300)))) > 1
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)

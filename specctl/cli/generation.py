@@ -1,5 +1,6 @@
 """The command that generates: from one prompt, or from a file of them."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,8 +74,7 @@ def generate(
         raise UsageError("--prompt is one prompt and --prompts a file of them; give one of the two")
     flags = {"k": k, "temperature": temperature, "drafter": drafter, "rule": rule, "seed": seed}
     loaded = load(config, overrides, prompt=prompt, prompts=prompts, **flags)
-    lines = f"the finished lines in {output} are kept, and the same command goes on"
-    keep(lines if output else nothing_kept(loaded, "text", trace))
+    keep(nothing_kept(loaded, "text", trace))
     if prompt is None and loaded.prompts is not None:
         for flag, given in (("--plot", plot), ("--profile", profile)):
             if given:
@@ -162,7 +162,8 @@ def _generate_all(
     as_json: bool,
 ) -> None:
     """All prompts of a file, into another file or to stdout."""
-    from specctl.experiments.generate_file import check_output, generate_file
+    from specctl.experiments.generate_file import generate_file
+    from specctl.experiments.output_file import open_output
     from specctl.experiments.pair import Pair
     from specctl.experiments.trace import open_trace
     from specctl.experiments.workload import check_prompts, prompts_of
@@ -170,21 +171,23 @@ def _generate_all(
     from specctl.report.tables import generations_table
 
     prompts = prompts_of(loaded)
-    if output:
-        check_output(output)
-    with open_trace(trace) as writer:
+    with open_output(output) if output else nullcontext() as opened, open_trace(trace) as writer:
+        if opened and not opened.is_stream:
+            keep(f"the finished lines in {output} are kept, and the same command goes on")
         artefacts = artefacts_of(loaded, no_train)
         check_prompts(artefacts)
         pair = Pair(artefacts)
         pair.prepare([loaded.decoding.drafter], loaded.decoding.num_speculative_tokens)
-        if output:
+        if opened:
             with show_progress("generate", "prompt") as progress:
-                result = generate_file(pair, prompts, output, progress, writer)
-            narrate(f"{result.num_found} of {len(prompts)} prompts were done before; the lines are in {output}")
+                result = generate_file(pair, prompts, opened, progress, writer)
+            if not opened.is_stream:
+                narrate(f"{result.num_found} of {len(prompts)} prompts were done before; the lines are in {output}")
         else:
             result = _stream(pair, prompts, show_rounds, writer, quiet=as_json)
     if not publish(pair, "generate", result, as_json):
-        print_tables(make_console(stderr=output is None), generations_table(result), wide=wide)
+        beside_text = opened is None or opened.is_stream
+        print_tables(make_console(stderr=beside_text), generations_table(result), wide=wide)
 
 
 def _stream(

@@ -1,31 +1,25 @@
 """Generates from every prompt of a file, one JSON line each as it is finished; run again, it goes on.
 
-Beside the lines lies a recipe of all that decides them, so that lines of two configs are never mixed.
 The draws of a prompt depend on the seed and its place in the file alone: a file that was interrupted
 and continued equals one made in one go, but for the times in it.
 """
 
 import hashlib
-import json
-import math
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl.errors import Interrupted, SpecctlError, UsageError
+from specctl.errors import Interrupted, SpecctlError
 from specctl.events import Round
 from specctl.experiments.generate import Generation, generate
+from specctl.experiments.output_file import SUMMED, Output
 from specctl.experiments.pair import Pair
 from specctl.experiments.trace import Trace
 from specctl.experiments.workload import chat_template, encode
 from specctl.models.files import open_files
 from specctl.prompts import Prompt, fingerprint_prompts
-from specctl.run_folder import differences, ensure_writable, read_object, to_text, write_json
 from specctl.stats import Stats
-
-_SUMMED = ("num_new_tokens", "num_rounds", "num_drafted", "num_accepted", "seconds", "prompt_seconds")
 
 Progress = Callable[[int, int], None]  # prompts done, prompts in all
 
@@ -61,29 +55,10 @@ class Generations:
     lossy: bool = False
 
 
-def check_output(path: Path) -> None:
-    """Prove, before any other work, that lines can be written there. Raises UsageError where they cannot."""
-    try:
-        os.fsencode(path).decode("utf-8")
-    except UnicodeDecodeError:  # results name it, and JSON is UTF-8
-        shown = str(path).encode("utf-8", "backslashreplace").decode("ascii", "replace")
-        raise UsageError(f"--output {shown}: its name is not UTF-8; choose another --output") from None
-    if path.is_dir():
-        raise UsageError(f"--output {path} is a folder; name a file")
-    if not path.exists():
-        ensure_writable(path.parent, advice="choose another --output")
-        return
-    try:
-        with open(path, "ab"):
-            pass
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another --output") from error
-
-
 def generate_file(
     pair: Pair,
     prompts: Sequence[Prompt],
-    path: Path,
+    output: Output,
     progress: Progress | None = None,
     trace: Trace | None = None,
 ) -> Generations:
@@ -92,30 +67,28 @@ def generate_file(
     Raises UsageError, before anything is generated, for a prompt that is too long and for a file made
     otherwise; SpecctlError where the disk refuses; Interrupted on Ctrl+C. Finished lines stay.
     """
+    path, again = output.path, "" if output.is_stream else "the same command goes on"
     encode(prompts, pair.artefacts, pair.target.context_length)  # refuses what does not fit
-    lines = _resume(path, recipe(pair, prompts), {prompt.id for prompt in prompts})
+    lines = output.resume(recipe(pair, prompts), {prompt.id for prompt in prompts})
     done = {line["id"] for line in lines}  # what an earlier run has written
     try:
-        with open(path, "ab") as file:
-            for index, prompt in enumerate(prompts):
-                if progress:
-                    progress(len(lines), len(prompts))
-                if prompt.id not in done:
-                    result = generate(pair, _nothing, _no_round, trace, text=prompt.text, request=index)
-                    line = line_of(prompt, result, pair.config.seed)
-                    file.write((to_text(line, indent=None) + "\n").encode("utf-8"))
-                    file.flush()
-                    lines.append(line)
+        for index, prompt in enumerate(prompts):
             if progress:
                 progress(len(lines), len(prompts))
+            if prompt.id not in done:
+                result = generate(pair, _nothing, _no_round, trace, text=prompt.text, request=index)
+                lines.append(line_of(prompt, result, pair.config.seed))
+                output.write(lines[-1])
+        if progress:
+            progress(len(lines), len(prompts))
     except KeyboardInterrupt:
-        raise Interrupted(
-            f"interrupted: {len(lines)} of {len(prompts)} prompts are done in {path}; the same command goes on"
-        ) from None
+        so_far = f"interrupted: {len(lines)} of {len(prompts)} prompts are done in {path}"
+        raise Interrupted(f"{so_far}; {again}" if again else so_far) from None
+    except BrokenPipeError:  # whoever read the lines wants no more
+        raise
     except OSError as error:
-        raise SpecctlError(
-            f"cannot write {path}: {error.strerror or error}; what is done stays, and the same command goes on"
-        ) from error
+        stays = f"; what is done stays, and {again}" if again else ""
+        raise SpecctlError(f"cannot write {path}: {error.strerror or error}{stays}") from error
     return summarise(pair, lines, path, num_found=len(done))
 
 
@@ -154,7 +127,7 @@ def summarise(pair: Pair, lines: list[dict[str, Any]], path: Path | None = None,
 def _totals(category: str | None, lines: Sequence[dict[str, Any]]) -> Totals:
     stats = Stats()
     for line in lines:
-        for name in _SUMMED:
+        for name in SUMMED:
             setattr(stats, name, getattr(stats, name) + line["stats"][name])
     return Totals(
         category=category,
@@ -200,40 +173,3 @@ def _weights(pair: Pair, name: str) -> str:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
-
-
-def recipe_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.recipe.json")
-
-
-def _resume(path: Path, wanted: dict[str, Any], ids: Iterable[str]) -> list[dict[str, Any]]:
-    """The finished lines of a file that was made from the same recipe; none for a new or empty one."""
-    if not path.exists() or path.stat().st_size == 0:
-        write_json(recipe_path(path), wanted)
-        return []
-    if not recipe_path(path).is_file():
-        raise UsageError(f"{path} is not of this command's making (it has no {recipe_path(path).name}); choose another")
-    changed = differences(read_object(recipe_path(path)), wanted)
-    if changed:
-        raise UsageError(f"{path} was made otherwise ({'; '.join(changed)}); choose another --output or remove it")
-    whole, newline, _ = path.read_bytes().rpartition(b"\n")
-    lines = _parse(path, whole, set(ids)) if newline else []
-    with open(path, "r+b") as file:  # a last line without its end was being written when the process died
-        file.truncate(len(whole) + len(newline))
-    return lines
-
-
-def _parse(path: Path, text: bytes, ids: set[str]) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
-    for number, line in enumerate(text.split(b"\n"), 1):
-        try:
-            fields = json.loads(line)
-            ids.remove(fields["id"])
-            if not isinstance(fields["category"], str | None):
-                raise TypeError
-            if not all(math.isfinite(fields["stats"][name]) and fields["stats"][name] >= 0 for name in _SUMMED):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            raise UsageError(f"{path}, line {number} was changed since it was written; repair or remove it") from None
-        lines.append(fields)
-    return lines

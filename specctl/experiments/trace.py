@@ -9,6 +9,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from specctl import locks
+from specctl.documents import TEXT_SUFFIXES
 from specctl.errors import SpecctlError, UsageError
 from specctl.events import Event, Round
 from specctl.experiments.watch import Watch
@@ -62,17 +64,24 @@ def _rejection_entropy(round_: Round, watch: Watch) -> float | None:
 def open_trace(path: Path | None) -> Iterator[Trace | None]:
     """A trace into a file that is made anew, None for no path.
 
-    Raises UsageError where it cannot be written, and for a file that is there and no trace: it would be lost.
+    Raises UsageError where it cannot be written, and for a file that is there and no trace: it would be lost;
+    SpecctlError where another process writes it.
     """
     if path is None:
         yield None
         return
+    if path.suffix.lower() in set(TEXT_SUFFIXES) - {".jsonl"}:  # else a corpus could take it for text
+        raise UsageError(f"--trace {path}: a trace is lines of JSON; name it .jsonl")
     if path.is_file() and path.stat().st_size and b'"rejection_entropy"' not in path.read_bytes()[:10_000]:
         raise UsageError(f"{path} is there and is no trace; choose another file for --trace, or remove it")
     with contextlib.ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(path, "wb", buffering=0))
+            file = stack.enter_context(open(path, "ab", buffering=0))
+            if path.is_file():
+                if not locks.take(file.fileno(), wait=False):
+                    raise SpecctlError(f"another specctl command is writing the trace {path}; choose another file")
+                file.truncate(0)
         except OSError as error:
             raise UsageError(
                 f"cannot write the trace {path}: {error.strerror or error}; choose another file"
