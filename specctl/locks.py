@@ -8,11 +8,13 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+fcntl: Any
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 _UNKNOWN = (errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK)  # what file systems say that have none
 

@@ -89,7 +89,7 @@ def open_output(path: Path) -> Iterator[Output]:
 
 def _opened(stack: contextlib.ExitStack, path: Path, is_stream: bool) -> BinaryIO:
     while True:
-        file = stack.enter_context(open(path, "ab"))
+        file = stack.enter_context(open(path, "ab"))  # noqa: SIM115  # the stack closes it
         if is_stream:
             return file
         if not locks.take(file.fileno(), wait=False):
