@@ -350,7 +350,7 @@ def test_nan_weights_name_the_model(tiny_copy: Tiny, name: str, says: str) -> No
 def test_generate_streams_the_rounds_that_it_counts(tiny: Tiny) -> None:
     rounds: list[Round] = []
     started: list[int] = []
-    result = generate(tiny.pair(), lambda: started.append(len(rounds)), rounds.append)
+    result = generate(tiny.pair(), lambda prompt: started.append(len(rounds)), rounds.append)
     assert started == [0]
     assert [token for round_ in rounds for token in round_.emitted] == result.token_ids
     assert len(rounds) == result.stats["num_rounds"]

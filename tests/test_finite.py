@@ -177,7 +177,7 @@ def test_all_json_is_written_in_one_place() -> None:
         "run_folder.py",
         "chat.py",
         "tokenizer.py",
-        "models/families.py",
+        "models/hf_folder.py",
         "models/fields.py",
         "models/weights.py",
     }

@@ -170,6 +170,7 @@ INSPECTION = Inspection(
             num_rows=128_256,
             num_padding_rows=12_345,
             hidden_size=8192,
+            storage=[],
         )
         for name, architecture, kv_dtype in (
             ("target", "LlamaForCausalLM", "float32"),
