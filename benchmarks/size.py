@@ -33,7 +33,8 @@ drafters:
   distilled: {{corpus: code, model: &small {{hidden_size: 128, num_hidden_layers: 2, num_attention_heads: 2,
     num_key_value_heads: 1, intermediate_size: 384, max_position_embeddings: 8192}},
     training: {{loss: kl, steps: 4, batch_size: 4, block_size: 128, eval_blocks: 4}}}}
-  own: {{corpus: own, model: *small, training: {{loss: acceptance, steps: 2, batch_size: 2, block_size: 16, eval_blocks: 1}}}}
+  own: {{corpus: own, model: *small,
+    training: {{loss: acceptance, steps: 2, batch_size: 2, block_size: 16, eval_blocks: 1}}}}
   mismatched: {{corpus: prose, model: *small, training: {{steps: 4, batch_size: 4, block_size: 128, eval_blocks: 4}}}}
   medusa: {{kind: medusa, num_heads: 4, original_lm_head: true,
     training: {{steps: 2, batch_size: 2, block_size: 128, eval_blocks: 2}}}}

@@ -98,7 +98,7 @@ def law_of(tested: Subject, prompt: Sequence[int], num_tokens: int) -> Law:
     law: Law = {(): 1.0}
     for _ in range(num_tokens):
         texts = [[*prompt, *tokens] for tokens in law]
-        logits = tested.fresh_target(torch.tensor(texts)).logits[:, -1]
+        logits = tested.fresh_target(torch.tensor(texts), 1).logits[:, -1]
         law = {
             (*tokens, token_id): probability * p
             for (tokens, probability), text, row in zip(law.items(), texts, logits, strict=True)

@@ -112,7 +112,7 @@ def _first_difference(
     context = [*prompt, *plain[:position]]
     ids = torch.tensor([context], device=tested.clean.device)
     neutral = replace(tested.clean.law, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    logits = tested.fresh_target(ids).logits[0, -1]
+    logits = tested.fresh_target(ids, 1).logits[0, -1]
     logs = neutral.probs(logits, History(token_ids=context, prompt_length=len(prompt))).log()
     apart = float(logs.max() - torch.minimum(logs[plain[position]], logs[text[position]]))
     return Difference(drafter=drafter, k=k, prompt=index, position=position, gap=apart, is_tie=apart < gap)

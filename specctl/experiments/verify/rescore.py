@@ -78,8 +78,11 @@ def rescore(subject: Subject, request: Request, figures: RescoreFigures) -> Tens
     """Check one request and add to `figures`; return the target's law at every new token, [N, V]."""
     clean, device = subject.clean, subject.clean.device
     ids, first = request.token_ids, len(request.prompt)
-    forward = subject.fresh_target(torch.tensor([ids[:-1]], device=device))
-    laws = _laws(clean.law, forward.logits[0, first - 1 :], ids, first, first)  # [N, V]
+    # Of the prompt's rows only the last but one is read: what a drafter begins with.
+    forward = subject.fresh_target(
+        torch.tensor([ids[:-1]], device=device), min(len(ids) - 1, request.num_new_tokens + 1)
+    )
+    laws = _laws(clean.law, forward.logits[0, -request.num_new_tokens :], ids, first, first)  # [N, V]
     used = torch.cat([r.p[: len(r.emitted)] for r in request.rounds])
     figures.add_p(used, laws)
     _check_verdicts(request, figures)
@@ -163,14 +166,15 @@ def _read_through_window(subject: Subject, request: Request) -> bool:
 def _drafted_again(subject: Subject, fresh_draft: Fresh, request: Request) -> Iterator[tuple[Tensor, Tensor]]:
     """(used, fresh) rows of a draft model: one forward over the text has them all."""
     ids, first = request.token_ids, len(request.prompt)
-    logits = fresh_draft(torch.tensor([ids[:-1]], device=subject.clean.device)).logits[0]
+    text = torch.tensor([ids[:-1]], device=subject.clean.device)
+    logits = fresh_draft(text, request.num_new_tokens).logits[0]
     used, at = [], list[int]()
     for r in request.rounds:
         count = min(len(r.emitted), len(r.q))
         used.append(r.q[:count])
         at += range(r.start, r.start + count)
     if at:
-        laws = _laws(subject.clean.draft_law, logits[first - 1 :], ids, first, first)
+        laws = _laws(subject.clean.draft_law, logits, ids, first, first)
         yield torch.cat(used), laws[[place - first for place in at]]
 
 
@@ -193,11 +197,12 @@ class _Replay:
 def _proposed_again(subject: Subject, request: Request, forward: Forward) -> Iterator[tuple[Tensor, Tensor]]:
     """(used, fresh) rows of any other drafter: a request that begins at each round's text, with nothing kept."""
     drafter, device = subject.clean.drafter, subject.clean.device
+    before = len(request.token_ids) - 1 - forward.hidden.shape[1]  # positions whose hidden states are not there
     for r in request.rounds:
         if not r.drafted:
             continue
         context = request.token_ids[: r.start]
-        seen = len(context) - 1
+        seen = len(context) - 1 - before
         drafter.begin(context, Forward(forward.logits[:, :seen], forward.hidden[:, :seen]) if seen else None)
         history = History(token_ids=context, prompt_length=len(request.prompt))
         replay = _Replay(r.drafted, device)
@@ -213,16 +218,18 @@ def _rescore_off_path(subject: Subject, request: Request, figures: RescoreFigure
     chosen = [r for r in request.rounds if r.num_accepted < len(r.drafted)][::-OFF_PATH_STRIDE]
     if not chosen:
         return
-    texts = [request.token_ids[: r.start] + r.drafted for r in chosen]
-    width, device = max(map(len, texts)), subject.clean.device
-    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device)  # later ids are unseen
-    target = subject.fresh_target(ids).logits
-    draft_reads = subject.fresh_draft is not None and not _read_through_window(subject, request)
-    draft = subject.fresh_draft(ids).logits if draft_reads and subject.fresh_draft is not None else None
-    for logits_of, law, is_target in ((target, subject.clean.law, True), (draft, subject.clean.draft_law, False)):
-        if logits_of is None:
+    device = subject.clean.device
+    reads = subject.fresh_draft is not None and not _read_through_window(subject, request)
+    draft = subject.fresh_draft if reads else None
+    for fresh, law, is_target in (
+        (subject.fresh_target, subject.clean.law, True),
+        (draft, subject.clean.draft_law, False),
+    ):
+        if fresh is None:
             continue
-        for r, text, logits in zip(chosen, texts, logits_of, strict=True):
+        for r in chosen:  # one by one: together their logits would be [rounds, T, V]
+            text = request.token_ids[: r.start] + r.drafted
+            logits = fresh(torch.tensor([text], device=device), len(r.drafted) + 1).logits[0]  # after r.start, ..
             _count_off_path(subject, request, r, text, logits, law, is_target, figures)
 
 
@@ -240,5 +247,6 @@ def _count_off_path(
     if not len(used):
         return
     start = r.start + r.num_accepted + 1  # tokens before the first of these rows
-    fresh = _laws(law, logits[start - 1 : start - 1 + len(used)], text, start, len(request.prompt))
+    first = r.num_accepted + 1
+    fresh = _laws(law, logits[first : first + len(used)], text, start, len(request.prompt))
     (figures.add_p if is_target else figures.add_q)(used, fresh)

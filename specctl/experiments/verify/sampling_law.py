@@ -41,6 +41,7 @@ from specctl.experiments.verify.statistics import (
 _FEWEST = 50  # tokens that tests are made of
 _THRESHOLDS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # at which uniformity by position is looked at
 _POWER = 0.8
+_VALUES_AT_ONCE = 2**22  # of float64, several times over: rows of a large vocabulary come in parts
 _CONFIDENCE = 0.95
 _WIDEST, _STEPS = 64.0, 30  # of an interval, and of a search in it
 
@@ -65,26 +66,45 @@ class Evidence:
 def add_request(evidence: Evidence, request: Request, laws: Tensor, generator: torch.Generator) -> None:
     """Take in one request. laws: the target's at every new token, [N, V]; generator: of the v, on the CPU."""
     x = torch.tensor(request.token_ids[len(request.prompt) :], device=laws.device)[:, None]
+    v = torch.rand((2, len(x)), generator=generator, dtype=torch.float64).to(laws.device)
+    first, q = len(request.prompt), dict[int, Tensor]()  # by the row of the law that it stood against
+    for r in request.rounds:
+        q |= dict(enumerate(r.q[: len(r.emitted)], start=r.start - first))
+    size = max(1, _VALUES_AT_ONCE // laws.shape[1])
+    parts = [
+        _transformed(laws[begin : begin + size], x[begin : begin + size], v[:, begin : begin + size], q, begin)
+        for begin in range(0, len(x), size)
+    ]
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    names = (evidence.by_id, evidence.by_rank, evidence.in_surplus, evidence.surplus, evidence.distance)
+    for values, column in zip(names, columns, strict=True):
+        values.append(_array(column))
+    evidence.positions.append(np.concatenate([np.arange(len(r.emitted), dtype=np.float64) for r in request.rounds]))
+
+
+def _transformed(laws: Tensor, x: Tensor, v: Tensor, q: dict[int, Tensor], begin: int) -> tuple[Tensor, ...]:
+    """What `Evidence` holds of some rows [n, V], the first of which is row `begin`: five of [n].
+
+    x: [n, 1] tokens. v: [2, n]. q: rows of the draft, by the number of the row.
+    """
     p = laws.double()
     chosen = p.gather(1, x)[:, 0]
     at = torch.arange(p.shape[1], device=p.device)
     before = (p * (at < x)).sum(1)
     likelier = (p > chosen[:, None]) | ((p == chosen[:, None]) & (at < x))
-    v = torch.rand((2, len(x)), generator=generator, dtype=torch.float64).to(p.device)
-    evidence.by_id.append(_array(before + v[0] * chosen))
-    evidence.by_rank.append(_array((p * likelier).sum(1) + v[1] * chosen))
-    evidence.positions.append(np.concatenate([np.arange(len(r.emitted), dtype=np.float64) for r in request.rounds]))
-    first, rows, q = len(request.prompt), list[int](), []
-    for r in request.rounds:
-        count = min(len(r.emitted), len(r.q))
-        rows += range(r.start - first, r.start - first + count)
-        q.append(r.q[:count].double())
+    by_rank = (p * likelier).sum(1) + v[1] * chosen
     difference = torch.zeros_like(p)
-    difference[rows] = p[rows] - torch.cat(q)
+    for row in range(len(p)):
+        if begin + row in q:
+            difference[row] = p[row] - q[begin + row].double()
     in_surplus = difference > 0
-    evidence.in_surplus.append(_array(in_surplus.gather(1, x)[:, 0].double()))
-    evidence.surplus.append(_array((p * in_surplus).sum(1).clamp(max=1)))
-    evidence.distance.append(_array(difference.clamp(min=0).sum(1)))
+    return (
+        before + v[0] * chosen,
+        by_rank,
+        in_surplus.gather(1, x)[:, 0].double(),
+        (p * in_surplus).sum(1).clamp(max=1),
+        difference.clamp(min=0).sum(1),
+    )
 
 
 def _array(values: Tensor) -> Floats:

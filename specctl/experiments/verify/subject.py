@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +31,12 @@ from specctl.models.threads import within
 from specctl.sampling import SamplingLaw
 from specctl.stopping import StopRules
 
-Fresh = Callable[[Tensor], Forward]  # ids [B, T] -> logits [B, T, V], without a cache
+
+class Fresh(Protocol):
+    """A model without a cache."""
+
+    def __call__(self, ids: Tensor, num_logits: int | None = None, /) -> Forward:
+        """Logits [B, N, V] and hidden states [B, N, D] of the last `num_logits` of ids [B, T]; of all if None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +164,8 @@ def tolerance(dtype: torch.dtype, temperature: float) -> float:
 def through_empty_session(model: CausalModel) -> Fresh:
     """The whole prefix in one pass of a session that has seen nothing."""
 
-    def fresh(ids: Tensor) -> Forward:
-        passes = [model.session().extend(row[None]) for row in ids]
+    def fresh(ids: Tensor, num_logits: int | None = None) -> Forward:
+        passes = [model.session().extend(row[None], num_logits) for row in ids]
         return Forward(torch.cat([each.logits for each in passes]), torch.cat([each.hidden for each in passes]))
 
     return fresh
@@ -171,11 +177,17 @@ def through_module(module: Module, dtype: torch.dtype, device: torch.device, voc
     vocab_size: columns of the logits that are kept; what is left out is padding. A model behind transformers is
     itself, without its cache.
     """
-    own = copy.deepcopy(module).to(device, dtype).eval() if isinstance(module, Llama) else module
+    weight = module.lm_head.weight if isinstance(module, Llama) else None
+    fits = weight is None or (weight.device, weight.dtype) == (device, dtype)
+    own = module.eval() if fits else copy.deepcopy(module).to(device, dtype).eval()
 
     @torch.inference_mode()
-    def fresh(ids: Tensor) -> Forward:
+    def fresh(ids: Tensor, num_logits: int | None = None) -> Forward:
+        rows = slice(ids.shape[1] - num_logits if num_logits else 0, None)
+        if isinstance(own, Llama):
+            hidden = own.states(ids)[:, rows]
+            return Forward(own.lm_head(hidden)[..., :vocab_size], hidden)
         forward: Forward = own(ids)
-        return Forward(forward.logits[..., :vocab_size], forward.hidden)
+        return Forward(forward.logits[:, rows, :vocab_size], forward.hidden[:, rows])
 
     return fresh
