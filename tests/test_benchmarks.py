@@ -331,7 +331,7 @@ def test_the_benchs_own_pair() -> None:
 def test_what_make_runs_exists() -> None:
     commands = re.findall(r"python -m (benchmarks\.\w+)(.*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert {module for module, _ in commands} == {
-        f"benchmarks.{name}" for name in ("busy", "decoding", "predictions", "rules", "verify_pvalues")
+        f"benchmarks.{name}" for name in ("busy", "decoding", "predictions", "rules", "size", "verify_pvalues")
     }
     for module, arguments in commands:
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
