@@ -294,7 +294,8 @@ class TextStream:
         """before: the ids that the text follows, such as the prompt's."""
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._ids = list(before[-_WINDOW:])  # the window, for vocabularies without fixed bytes
+        spoken = [token_id for token_id in before if token_id not in tokenizer._special_ids]  # the others have no text
+        self._ids = spoken[-_WINDOW:]  # the window, for vocabularies without fixed bytes
         self._num_told = len(self._ids)  # those of the window whose text has been handed out
         self._is_first = tokenizer.strips_first_space and not any(map(tokenizer.token_bytes, before))
 
@@ -313,11 +314,13 @@ class TextStream:
         return text.removeprefix(" ")
 
     def _push(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        piece = self._piece()
-        if piece.endswith("\ufffd"):  # perhaps the start of a character
+        if token_id in self._tokenizer._special_ids:
             return ""
-        if piece:
+        self._ids.append(token_id)
+        piece, is_long = self._piece(), len(self._ids) - self._num_told > _WINDOW  # longer than any character
+        if piece.endswith("\ufffd") and not is_long:  # perhaps the start of a character
+            return ""
+        if piece or is_long:
             self._ids = self._ids[-_WINDOW:]
             self._num_told = len(self._ids)
         return piece

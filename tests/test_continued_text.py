@@ -123,6 +123,24 @@ def test_a_long_text_is_decoded_a_few_tokens_at_a_time(
     assert seen[0] <= 40 * 2000
 
 
+def test_special_tokens_neither_hide_what_stands_before_nor_pile_up(
+    kinds: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = kinds["wordpiece"]
+    sat, cat, end = (ids_of(tokenizer, token)[0] for token in ("sat", "cat", "</s>"))
+    assert TextStream(tokenizer, [sat, *[end] * 20]).push([cat]) == " cat"
+    seen, decode = [0], Tokenizer.decode
+
+    def counted(self: Tokenizer, ids: list[int]) -> str:
+        seen[0] += len(ids)
+        return decode(self, ids)
+
+    monkeypatch.setattr(Tokenizer, "decode", counted)
+    stream = TextStream(tokenizer, [sat])
+    assert "".join(stream.push([end]) for _ in range(2000)) + stream.push([cat]) == " cat"
+    assert seen[0] <= 40
+
+
 # What a prompt begins with
 
 TEXT = "sat the cat"
